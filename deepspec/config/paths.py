@@ -1,0 +1,67 @@
+"""Where things lie on disk. Data directories are named by the hash of what made them, so runs share them safely."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from deepspec.artifacts import canonical_hash
+from deepspec.config.schema import Config, TargetConfig
+
+
+def target_identity(target: TargetConfig) -> dict[str, object]:
+    """The options that choose the target's weights and how its text is rendered."""
+    keys = ("name", "source", "path", "revision", "dtype", "chat_template", "thinking")
+    return {key: getattr(target, key) for key in keys}
+
+
+def prompts_key(config: Config) -> dict[str, object]:
+    """What decides the prompts."""
+    data = asdict(config.data)
+    names = ("sources", "max_prompts", "held_out_fraction", "min_held_out")
+    return {"data": {name: data[name] for name in names}, "seed": config.run.seed}
+
+
+def responses_key(config: Config) -> dict[str, object]:
+    """What decides the responses: prompts, target, sampling. Where they are computed does not."""
+    responses = asdict(config.responses)
+    names = ("max_tokens", "temperature", "top_p", "top_k", "truncated")
+    return {
+        "prompts": prompts_key(config), "target": target_identity(config.target),
+        "responses": {name: responses[name] for name in names}, "max_length": config.data.max_length,
+    }
+
+
+def features_key(config: Config) -> dict[str, object]:
+    """What decides the features: responses, layers, storage format."""
+    return {
+        "responses": responses_key(config), "layers": list(config.target.feature_layers),
+        "codec": config.features.codec,
+    }
+
+
+def _directory(config: Config, kind: str, key: dict[str, object]) -> Path:
+    return Path(config.run.data_root) / config.target.name / f"{kind}-{canonical_hash(key, 12)}"
+
+
+def prompts_dir(config: Config) -> Path:
+    """Directory of prompts.jsonl."""
+    return _directory(config, "prompts", prompts_key(config))
+
+
+def responses_dir(config: Config) -> Path:
+    """Directory of responses.jsonl."""
+    return _directory(config, "responses", responses_key(config))
+
+
+def features_dir(config: Config) -> Path:
+    """Directory of the feature store."""
+    return _directory(config, "features", features_key(config))
+
+
+def model_cache(config: Config) -> Path:
+    """Targets that are converted or trained here (GGUF package, micro target)."""
+    return Path(config.run.data_root) / "targets"
+
+
+def run_dir(config: Config) -> Path:
+    """Directory of this run."""
+    return Path(config.run.dir)

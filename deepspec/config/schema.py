@@ -1,0 +1,301 @@
+"""Every option there is, with its type, unit and default. Hydra checks YAML and command line against these classes.
+
+Library code takes these dataclasses (or a part of one), never an OmegaConf object, so this file imports nothing but
+the standard library. ``MISSING`` ("???") marks what a target or experiment file must give.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+MISSING: Any = "???"
+
+STAGES = (
+    "prompts", "responses", "features", "train", "confidence", "calibrate", "profile", "evaluate", "export", "report",
+)
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives. ``dir`` is a function of the name, never of the clock, so that all ranks and a resume agree."""
+
+    name: str = MISSING
+    dir: str = "runs/${run.name}"
+    data_root: str = "data"  # prompts, responses and features, shared by all runs
+    seed: int = 0
+    threads: int = 0  # CPU threads per rank; 0 = cores divided by local ranks
+
+
+@dataclass
+class TargetShape:
+    """Sizes that a plan needs before any weight is at hand; checked against the real model when it loads."""
+
+    model_type: str = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    head_dim: int = MISSING
+    vocab_size: int = MISSING  # rows of the embedding, not len(tokenizer)
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model that is to be served faster."""
+
+    name: str = MISSING  # used in paths
+    source: str = "hf"  # hf: hub id or folder; gguf_package: a GGUF file inside a Python package; micro: trained here
+    path: str = MISSING  # hub id, folder or Python package name; "" for micro
+    revision: Optional[str] = None  # commit of a hub repository; refused for folders
+    trust_remote_code: bool = False
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    feature_layers: list[int] = MISSING  # ids of decoder layer outputs, ascending; the last layer is refused
+    mask_token_id: int = MISSING  # filler of the block slots; a row of the embedding that text never contains
+    chat_template: Optional[str] = None  # file with a Jinja template, where the tokenizer has none
+    thinking: Optional[bool] = False  # passed to the template as enable_thinking; null passes nothing
+    shape: TargetShape = field(default_factory=TargetShape)
+
+
+@dataclass
+class DrafterConfig:
+    """Architecture of the drafter (PAPER: parallel backbone, sequential head, confidence head)."""
+
+    algorithm: str = "dspark"  # dspark | dflash
+    num_layers: int = 5
+    block_size: int = 7  # input slots of a block; with sample_from_anchor also the number of draft tokens
+    sample_from_anchor: bool = True  # false: slot 0 predicts nothing, block_size - 1 draft tokens (published DFlash)
+    head: str = "vanilla"  # none | vanilla (Markov, Eq. 5) | gated | rnn (Eq. 6)
+    markov_rank: int = 256
+    confidence_head: bool = True
+    confidence_with_markov: bool = True  # Eq. 7 reads [h_k ; W_1[x_{k-1}]]; false reads h_k alone
+    intermediate_size: Optional[int] = None  # null: the target's
+    warm_start: bool = False  # copy the target's last layers into the drafter's, and select the last feature in W_c
+    init_from: Optional[str] = None  # folder of an exported drafter in DeepSpec layout to continue from
+
+
+@dataclass
+class ObjectiveConfig:
+    """Weights of Eq. 12 and how the loss is computed."""
+
+    ce_weight: float = 0.1
+    tv_weight: float = 0.9
+    confidence_weight: float = 1.0
+    decay: Optional[float] = 4.0  # w_k = exp(-(k-1)/decay), in slots; null: the block size
+    confidence_detach: bool = False  # true: the confidence loss does not reach the backbone
+    implementation: str = "auto"  # auto | eager | chunked
+    chunk_megabytes: int = 256  # memory budget of one chunk of logits
+
+
+@dataclass
+class SourceConfig:
+    """One source of prompts."""
+
+    name: str = MISSING
+    kind: str = MISSING  # embedded | jsonl | parquet | hf
+    path: str = ""  # embedded: math | code | chat; file, folder or hub id otherwise
+    split: str = "train"  # hf only
+    config_name: Optional[str] = None  # hf only
+    revision: Optional[str] = None  # hf only
+    domain: str = "chat"
+    weight: float = 1.0  # share of max_prompts relative to the other sources
+    cap: Optional[int] = None  # at most so many prompts
+
+
+@dataclass
+class DataConfig:
+    """Prompts and how samples are cut."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    max_prompts: Optional[int] = None
+    held_out_fraction: float = 0.05  # by hash of the prompt id: adding data never moves a row across the split
+    min_held_out: int = 8  # per domain; smallest hashes are taken first
+    max_length: int = 4096  # tokens of a sample, prompt included
+    num_workers: int = 0  # loader threads; 0 loads in the training thread
+
+
+@dataclass
+class ResponsesConfig:
+    """Who answers the prompts and with which sampling."""
+
+    backend: str = "in_process"  # in_process | server (any OpenAI-compatible endpoint)
+    servers: list[str] = field(default_factory=list)  # base URLs ending in /v1
+    model: Optional[str] = None  # name at the server; null: the first one it lists
+    max_tokens: int = 4096
+    temperature: float = 0.7
+    top_p: float = 0.8
+    top_k: int = 20  # 0 = off
+    batch_size: int = 32  # rows decoded together in process
+    concurrency: int = 64  # requests in flight over all servers
+    seconds_per_token: float = 0.2  # request timeout = 30 s + max_tokens * this
+    retries: int = 4
+    error_limit: float = 0.02  # share of failed rows above which the stage exits non-zero
+    truncated: str = "keep"  # keep | drop answers that hit max_tokens; a kept one is never taught a stop
+
+
+@dataclass
+class FeaturesConfig:
+    """Hidden states: cached on disk, or computed while training."""
+
+    mode: str = "cached"  # cached | online
+    codec: str = "bf16"  # bf16 | int8 (per-token scales) | fp32
+    token_budget: int = 8192  # tokens per forward
+    shard_megabytes: int = 512
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    epochs: int = 10
+    max_steps: Optional[int] = None  # optimizer steps; null: epochs decide
+    global_batch_size: int = 512  # samples per optimizer step, over all ranks and accumulation
+    micro_batch_size: int = 1  # samples packed into one forward of one rank
+    num_anchors: int = 512  # per sample
+    precision: str = "bf16"  # bf16 (fp32 masters) | fp32
+    log_every: int = 1
+    save_every: int = 500
+    keep_last: int = 2
+    validate_every: int = 0  # 0 = only at the end
+    validation_samples: int = 64
+    max_bad_steps: int = 5  # consecutive non-finite steps before the run stops
+    resume: str = "auto"  # auto | never | folder of a checkpoint
+    activation_checkpointing: bool = False
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine to ``min_lr_ratio``."""
+
+    lr: float = 6e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    min_lr_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+    head_lr_multiplier: float = 1.0
+    confidence_lr_multiplier: float = 1.0
+
+
+@dataclass
+class EngineConfig:
+    """DeepSpeed. ``deepspeed`` is merged verbatim into its configuration (offload options and the like)."""
+
+    zero_stage: int = 0
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrackingConfig:
+    """Weights & Biases. metrics.jsonl is written whatever this says."""
+
+    mode: str = "auto"  # auto: online if a key is configured, else offline | online | offline | disabled
+    project: str = "deepspec"
+    entity: Optional[str] = None
+    group: Optional[str] = None  # null: the run name
+    tags: list[str] = field(default_factory=list)
+    timeout_seconds: float = 30.0
+
+
+@dataclass
+class ConfidenceConfig:
+    """Refit of the confidence head on blocks the drafter drafted itself, and the records that calibration uses."""
+
+    refit: bool = True
+    temperature: float = 1.0  # of drafting and verification
+    max_new_tokens: int = 128
+    max_prompts: Optional[int] = None  # held-out prompts; null: all
+    max_blocks: int = 20000
+    batch_size: int = 32
+    refit_fraction: float = 0.34  # share of held-out conversations the refit sees; never used for fit or report
+    epochs: int = 20
+    lr: float = 1e-2
+
+
+@dataclass
+class CalibrationConfig:
+    """Sequential Temperature Scaling (Sec. 3.2.1)."""
+
+    num_bins: int = 20
+    grid_min: float = 0.1
+    grid_max: float = 10.0
+    grid_points: int = 41
+    fit_fraction: float = 0.5  # of the conversations that remain after the refit
+    bootstrap: int = 200
+
+
+@dataclass
+class ProfileConfig:
+    """Grid of the throughput profile."""
+
+    num_reqs: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    verify_lengths: list[int] = field(default_factory=lambda: [0, 1, 3, 7])  # draft tokens verified per request
+    kv_lengths: list[int] = field(default_factory=lambda: [512])
+    samples_per_cell: int = 32
+    warmup: int = 3
+    max_batch_tokens: int = 256
+    seconds_limit: float = 0.0  # stop adding samples after this, at least 3 per cell; 0 = no limit
+
+
+@dataclass
+class BenchmarkConfig:
+    """One set of evaluation prompts; rows are ``{"turns": [...]}``, ``{"prompt": ...}`` or ``{"messages": ...}``."""
+
+    name: str = MISSING
+    path: str = MISSING  # file, or "held_out" for this run's own held-out prompts
+    domain: str = "chat"
+    limit: Optional[int] = None
+
+
+@dataclass
+class EvaluateConfig:
+    """Lossless speculative decoding against plain decoding of the target."""
+
+    benchmarks: list[BenchmarkConfig] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    max_new_tokens: int = 2048
+    batch_size: int = 8
+    modes: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled"])
+    bootstrap: int = 2000
+    baseline_untrained: bool = False  # also evaluate the drafter as initialised
+    check_greedy: int = 2  # prompts per benchmark whose greedy output is compared with the target's own
+
+
+@dataclass
+class ExportConfig:
+    """What leaves the run."""
+
+    formats: list[str] = field(default_factory=lambda: ["deepspec"])
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    verify: bool = True
+    checkpoint: str = "latest"  # latest | step-N
+
+
+@dataclass
+class Config:
+    """The whole configuration; one per run."""
+
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    plan: bool = False  # print memory, disk and time, and stop
+    run: RunConfig = field(default_factory=RunConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    confidence: ConfidenceConfig = field(default_factory=ConfidenceConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    runs: list[str] = field(default_factory=list)  # report.py: other runs to compare
+
+
+def draft_length(drafter: DrafterConfig) -> int:
+    """Number of draft tokens of one block, gamma."""
+    return drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1

@@ -1,0 +1,103 @@
+"""Ranks, devices and collectives. The only place that starts a process group; works without any launcher."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Optional, Sequence
+
+import torch
+
+
+def rank() -> int:
+    """Global rank, 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Rank on this host, 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    """The accelerator of this local rank, or the CPU."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def set_threads(threads: int) -> None:
+    """Give this rank ``threads`` CPU threads; 0 shares the cores between the local ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world_size()))))
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // max(1, local)))
+
+
+def init(timeout_seconds: float = 1800.0) -> None:
+    """Start DeepSpeed's default process group once; single-process defaults when no launcher set the environment."""
+    if torch.distributed.is_initialized():
+        return
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(key, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(free_port())
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        # The shared-memory collectives need a compiler and a minute and a half; gloo does everything we use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False,
+    )
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if torch.distributed.is_initialized() and world_size() > 1:
+        torch.distributed.barrier()
+
+
+def all_reduce_sum(values: Sequence[float]) -> list[float]:
+    """Sum of ``values`` over all ranks, in float64."""
+    if world_size() == 1 or not torch.distributed.is_initialized():
+        return [float(value) for value in values]
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def broadcast_object(value: object, source: int = 0) -> object:
+    """``value`` of rank ``source`` on every rank."""
+    if world_size() == 1 or not torch.distributed.is_initialized():
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=source, device=device() if torch.cuda.is_available() else None)
+    return box[0]
+
+
+def gather_objects(value: object) -> Optional[list[object]]:
+    """Values of all ranks on rank 0, None elsewhere."""
+    if world_size() == 1 or not torch.distributed.is_initialized():
+        return [value]
+    box: Optional[list[object]] = [None] * world_size() if rank() == 0 else None
+    torch.distributed.gather_object(value, box, dst=0)
+    return box

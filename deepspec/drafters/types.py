@@ -1,0 +1,61 @@
+"""Types shared by all drafters. N blocks, K draft tokens, D width, R rank of the sequential head, V vocabulary."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Everything that decides a drafter's parameters and arithmetic; written to checkpoints and exports."""
+
+    algorithm: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    block_size: int
+    sample_from_anchor: bool
+    head: str
+    markov_rank: int
+    confidence_head: bool
+    confidence_with_markov: bool
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    num_target_layers: int
+    target_hidden_size: int
+    target_model_type: str
+    final_logit_softcap: Optional[float] = None
+
+    @property
+    def draft_length(self) -> int:
+        """Draft tokens per block, gamma."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The target's embedding and LM head, used frozen. Plain tensors, not parameters: no optimizer state, no
+    ZeRO partition, not in checkpoints."""
+
+    embed: Tensor  # [V, D]
+    lm_head: Tensor  # [V, D]
+    fingerprint: str  # of the target they come from
+
+
+@dataclass(frozen=True)
+class DrafterOutput:
+    """What a teacher-forced training pass returns; logits are never part of it."""
+
+    hidden: Tensor  # [N, K, D] h_k, after the drafter's final norm, of the slots that predict
+    transition: Optional[Tensor]  # [N, K, R]: B_k = transition @ W_2^T (Eqs. 4-6); None without a head
+    output_factor: Optional[Tensor]  # [V, R] W_2
+    confidence_logits: Optional[Tensor]  # [N, K] before the sigmoid of Eq. 7
