@@ -1,0 +1,163 @@
+"""What calibration is made from: per drafted block the raw confidence and what the target decided.
+
+n blocks, K draft positions, F inputs of the confidence head.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspec.artifacts import atomic_write_bytes
+from deepspec.errors import InputRefused
+
+_ARRAYS = ("logits", "accepted", "drafted", "analytic_rate", "conversation", "domain")
+
+
+@dataclass(frozen=True)
+class RecordsOrigin:
+    """How records were made; calibration refuses records of another origin."""
+
+    block_length: int  # draft tokens per block, K
+    drafter_sha256: str
+    sampling_temperature: float  # of drafting and verification
+    temperatures: tuple[float, ...]  # applied to the stored logits; must be all 1
+    confidence_head: str = "joint"  # joint | refit
+
+
+@dataclass(frozen=True)
+class ConfidenceRecords:
+    """Confidence logits and outcomes of blocks the drafter drafted itself, every draft token sent to the target.
+
+    ``analytic_rate[i, k]`` is ``1 - 0.5 |p_d - p_t|_1`` (Eq. 8) at the prefix that was drafted, NaN where unknown.
+    ``drafted[i]`` counts the positions whose outcome is known (less than K when the token budget ended the answer).
+    ``inputs`` [n, K, F] (the head's input) is only kept in memory for the refit, never saved.
+    """
+
+    origin: RecordsOrigin
+    logits: NDArray[np.float32]  # [n, K] before the sigmoid of Eq. 7, temperature 1
+    accepted: NDArray[np.int64]  # [n] accepted draft tokens, 0..drafted
+    drafted: NDArray[np.int64]  # [n]
+    analytic_rate: NDArray[np.float32]  # [n, K]
+    conversation: NDArray[np.str_]  # [n] prompt id; splits never cut one
+    domain: NDArray[np.str_]  # [n]
+    inputs: Optional[NDArray[np.float16]] = None
+
+    def __post_init__(self) -> None:
+        count, length = len(self.logits), self.origin.block_length
+        expected = {"logits": (count, length), "analytic_rate": (count, length)}
+        for name in _ARRAYS:
+            shape = getattr(self, name).shape
+            if shape != expected.get(name, (count,)):
+                raise InputRefused(f"confidence records: {name} has shape {shape}, expected "
+                                   f"{expected.get(name, (count,))} for {count} blocks of {length} draft tokens. "
+                                   "Make them again with launch/fit_confidence.py.")
+        if not np.isfinite(self.logits).all():
+            raise InputRefused("confidence records: logits contain values that are not finite; the drafter diverged or "
+                               "its checkpoint is damaged. Train it again or choose an earlier checkpoint.")
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """[n, K]: whether the outcome of the position is known."""
+        return self.drafted[:, None] > np.arange(self.origin.block_length)
+
+    @property
+    def reached(self) -> NDArray[np.bool_]:
+        """[n, K]: known, and everything before the position was accepted: what Eq. 7 conditions on."""
+        return self.known & (self.accepted[:, None] >= np.arange(self.origin.block_length))
+
+    @property
+    def survived(self) -> NDArray[np.bool_]:
+        """[n, K]: the block survived through the position (its token and all before it accepted)."""
+        return self.accepted[:, None] > np.arange(self.origin.block_length)
+
+    def select(self, rows: NDArray[Any]) -> "ConfidenceRecords":
+        """The blocks named by a mask or indices [n]."""
+        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
+        return replace(self, **arrays, inputs=None if self.inputs is None else self.inputs[rows])
+
+    def with_logits(self, logits: NDArray[Any], confidence_head: str) -> "ConfidenceRecords":
+        """The same blocks scored by another confidence head."""
+        origin = replace(self.origin, confidence_head=confidence_head)
+        return replace(self, origin=origin, logits=np.asarray(logits, dtype=np.float32))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything but ``inputs`` as one npz, atomically."""
+        buffer = io.BytesIO()
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        np.savez_compressed(buffer, origin=np.array(json.dumps(asdict(self.origin))), **arrays)
+        atomic_write_bytes(path, buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], **expected: Any) -> "ConfidenceRecords":
+        """Read ``save``'s file. ``expected`` names fields of ``RecordsOrigin`` and the values they must have.
+
+        Raises:
+            InputRefused: the file is missing or unreadable, was made with temperatures other than 1, or a field
+                differs from what is expected; the message names the field and both values.
+        """
+        again = "Make them again with launch/fit_confidence.py."
+        try:
+            with np.load(Path(path), allow_pickle=False) as stored:
+                values = {name: stored[name] for name in _ARRAYS}
+                origin = json.loads(str(stored["origin"]))
+                origin = RecordsOrigin(**origin | {"temperatures": tuple(origin["temperatures"])})
+        except FileNotFoundError:
+            raise InputRefused(f"confidence records not found: {path}. {again}") from None
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise InputRefused(f"{path} is not a file of confidence records ({error}). {again}") from None
+        expected = {"temperatures": (1.0,) * origin.block_length} | expected
+        for name, value in expected.items():
+            if getattr(origin, name) != value:
+                raise InputRefused(f"{path}: {name} is {getattr(origin, name)!r}, needed is {value!r}: these records "
+                                   f"were made by another drafter or with other settings. {again}")
+        return cls(origin=origin, **values)
+
+    @classmethod
+    def concatenate(cls, parts: list["ConfidenceRecords"]) -> "ConfidenceRecords":
+        """All blocks of ``parts`` (same origin) in order."""
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+        inputs = None
+        if all(part.inputs is not None for part in parts):
+            inputs = np.concatenate([part.inputs for part in parts])
+        return cls(origin=parts[0].origin, inputs=inputs, **arrays)
+
+
+def _order_key(conversation: str) -> str:
+    return hashlib.sha256(f"calibration split:{conversation}".encode()).hexdigest()
+
+
+def split_conversations(conversation: NDArray[np.str_], domain: NDArray[np.str_], *, refit_fraction: float,
+                        fit_fraction: float) -> NDArray[np.str_]:
+    """Part of every block, "refit", "fit" or "report" [n]; all blocks of a conversation are in one part.
+
+    Conversations are ordered by a hash of their id, evenly over domains, and cut at ``refit_fraction`` and then at
+    ``fit_fraction`` of the rest, so that each domain is in each part where it has enough conversations. With two
+    conversations or more, fit and report both get at least one.
+    """
+    domains: dict[str, list[str]] = {}
+    for name, group in sorted(set(zip(conversation.tolist(), domain.tolist()))):
+        domains.setdefault(group, []).append(name)
+    ranked = []
+    for names in domains.values():
+        for place, name in enumerate(sorted(set(names), key=_order_key)):
+            ranked.append(((place + 0.5) / len(names), _order_key(name), name))
+    order = list(dict.fromkeys(name for _, _, name in sorted(ranked)))
+    total = len(order)
+    refit = min(round(refit_fraction * total), max(0, total - 2))
+    if refit_fraction > 0 and total >= 3:
+        refit = max(1, refit)
+    rest = total - refit
+    fit = min(max(1, round(fit_fraction * rest)), max(0, rest - 1)) if rest > 1 else rest
+    part = {name: "refit" if i < refit else "fit" if i < refit + fit else "report" for i, name in enumerate(order)}
+    return np.array([part[name] for name in conversation.tolist()], dtype="U6")
