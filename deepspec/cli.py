@@ -1,0 +1,122 @@
+"""What every script does before and around its stages: command line, checks, exit codes."""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Optional, Sequence
+
+import hydra
+from omegaconf import DictConfig
+
+from deepspec.artifacts import atomic_write_json
+from deepspec.config.compose import (
+    CONF_DIR, adapt_argv, compose_config, is_help, parse_overrides, quiet_third_party, register_schema, split_argv, to_config,
+)
+from deepspec.config.schema import Config
+from deepspec.errors import ConfigError, UserError
+
+log = logging.getLogger(__name__)
+OVERRIDES = "overrides.json"
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "WANDB_SILENT": "true",
+}
+
+
+def main(config_name: str, stages: Optional[Sequence[str]] = None) -> None:
+    """Entry of a script. ``stages`` fixes what it runs; None takes ``stages`` from the configuration (the main job).
+
+    Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 3 input refused.
+    """
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    try:
+        flags, overrides = _prepare(config_name, stages)
+    except UserError as error:
+        _exit(error, all_ranks=False)
+    register_schema()
+    sys.argv = [sys.argv[0], *flags, *overrides]
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
+    def task(composed: DictConfig) -> None:
+        _run(to_config(composed), overrides, stages)
+
+    task()
+
+
+def _prepare(config_name: str, stages: Optional[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """Check the whole command before torch is imported. Returns Hydra's flags and the overrides."""
+    overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
+    overrides = with_stored_overrides(overrides)
+    if is_help(flags):
+        compose_config(overrides, config_name, check=False)
+        return flags, overrides
+    config = compose_config(overrides, config_name)
+    chosen = chosen_stages(config, stages)
+    from deepspec.planning.plan import make_plan, render
+    from deepspec.planning.preflight import preflight
+    from deepspec.planning.validate import validate
+
+    validate(config)
+    if config.plan:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(render(make_plan(config)) + "\n")
+        raise SystemExit(0)
+    preflight(config, chosen)
+    return flags, overrides
+
+
+def chosen_stages(config: Config, stages: Optional[Sequence[str]]) -> tuple[str, ...]:
+    """The stages of this job: the script's own, or those the configuration names."""
+    return tuple(stages if stages is not None else config.stages)
+
+
+def with_stored_overrides(overrides: list[str]) -> list[str]:
+    """For ``run.dir=DIR`` of an existing run and no experiment: that run's own overrides first, these on top."""
+    parsed = {item.key_or_group: item for item in parse_overrides(overrides)}
+    if "run.dir" not in parsed or "experiment" in parsed:
+        return overrides
+    directory = Path(str(parsed["run.dir"].value()))
+    path = directory / OVERRIDES
+    if not path.is_file():
+        raise ConfigError(
+            f"run.dir={directory} holds no run (there is no {path.name} in it). Give the directory of a run that "
+            "launch/train_drafter.py started, or say what to run with +experiment=NAME."
+        )
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return [text for text in stored if parse_overrides([text])[0].key_or_group not in parsed] + overrides
+
+
+def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) -> None:
+    quiet_third_party()
+    from deepspec.stages.pipeline import run_stages
+
+    try:
+        path = Path(config.run.dir) / OVERRIDES
+        is_main_job = stages is None and os.environ.get("RANK", "0") == "0"
+        if is_main_job and not path.is_file():
+            atomic_write_json(path, overrides)
+        run_stages(config, chosen_stages(config, stages), force=stages[0] if stages == ("export",) else None)
+        if is_main_job:
+            atomic_write_json(path, overrides)
+    except UserError as error:
+        _exit(error, all_ranks=True)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _exit(error: UserError, *, all_ranks: bool) -> None:
+    """One paragraph on stderr and the error's exit code; checks that all ranks repeat are reported by rank 0 alone."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or all_ranks:
+        prefix = "" if rank == "0" else f"[rank {rank}] "
+        sys.stderr.write(f"\n{prefix}{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+    # The process group may be waiting for ranks that will never come: leave without its destructors.
+    os._exit(error.exit_code) if all_ranks and int(os.environ.get("WORLD_SIZE", "1")) > 1 else sys.exit(error.exit_code)

@@ -1,0 +1,205 @@
+"""From a command line to a checked ``Config``. With ``cli`` and the scripts, the only place that knows Hydra."""
+
+import difflib
+import logging
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Optional, get_args, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from deepspec.config.schema import Config
+from deepspec.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+_HYDRA_FLAGS_WITH_VALUE = (
+    "--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--info",
+    "-i", "--experimental-rerun", "--shell-completion", "-sc",
+)
+
+
+def register_schema() -> None:
+    """Make ``defaults: [schema]`` of conf/base.yaml mean deepspec.config.schema.Config."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def adapt_argv(argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Make an argv built by the deepspeed launcher acceptable to Hydra (which knows no ``--local_rank``)."""
+    for argument in argv:
+        if argument.startswith(("--local_rank=", "--local-rank=")):
+            given = argument.split("=", 1)[1]
+            if environ.get("LOCAL_RANK", given) != given:
+                raise ConfigError(
+                    f"{argument} on the command line, but LOCAL_RANK={environ['LOCAL_RANK']} in the environment. "
+                    "Leave the flag out: the launcher sets the variable."
+                )
+    argv = [argument for argument in argv if not argument.startswith(("--local_rank", "--local-rank"))]
+    if {"-m", "--multirun"} & set(argv):
+        raise ConfigError(
+            "-m starts a sweep, and a sweep starts its own launcher for every job. "
+            "Leave -m out here, or run one job per value under different run.name."
+        )
+    if int(environ.get("RANK", "0")) > 0:
+        argv += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    return argv
+
+
+def split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Overrides and Hydra's own flags (with their values), in order."""
+    overrides: list[str] = []
+    flags: list[str] = []
+    takes_value = False
+    for argument in argv:
+        if takes_value or argument.startswith("-"):
+            flags.append(argument)
+            takes_value = not takes_value and argument in _HYDRA_FLAGS_WITH_VALUE
+        else:
+            overrides.append(argument)
+    return overrides, flags
+
+
+def compose_config(overrides: list[str], config_name: str = "train_drafter", *, check: bool = True) -> Config:
+    """The configuration that ``overrides`` give. Raises ConfigError for anything unknown, misspelt or of a wrong type.
+
+    With ``check`` false, ``???`` values are allowed (to look at a configuration that is not complete yet).
+    """
+    register_schema()
+    for override in parse_overrides(overrides):
+        _check_override(override)
+    try:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            composed = compose(config_name, overrides=overrides)
+        return to_config(composed, check=check)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from None
+
+
+def to_config(composed: DictConfig, *, check: bool = True) -> Config:
+    """The dataclass of a composed configuration, every interpolation resolved."""
+    plain = OmegaConf.masked_copy(composed, [field.name for field in fields(Config)])
+    if check and OmegaConf.is_missing(plain.run, "name"):
+        raise ConfigError(
+            f"No experiment was chosen. Add one of: {', '.join('+experiment=' + name for name in options('experiment'))}."
+        )
+    missing = sorted(OmegaConf.missing_keys(plain)) if check else []
+    if missing:
+        raise ConfigError(f"{missing[0]} has no value (it is ???). Give one on the command line: {missing[0]}=VALUE")
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(plain, resolve=True))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    return config
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    """Hydra's own reading of ``overrides``. Raises ConfigError with the quoted form for text its grammar refuses."""
+    parsed = []
+    for text in overrides:
+        try:
+            parsed += OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            key, separator, value = text.partition("=")
+            hint = f" A value with special characters is quoted twice: '{key}=\"{value}\"'." if separator else \
+                " Options are written key=value; flags of other programs do not exist here."
+            raise ConfigError(f"{text!r} is not an override Hydra can read ({str(error).splitlines()[0]}).{hint}") from None
+    return parsed
+
+
+def options(group: str) -> list[str]:
+    """The choices of a config group."""
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+def known_keys(cls: Any = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted option path of the schema, sections included."""
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        path = f"{prefix}{field.name}"
+        yield path
+        if is_dataclass(hints[field.name]):
+            yield from known_keys(hints[field.name], path + ".")
+
+
+def _key_exists(path: str) -> bool:
+    cls: Any = Config
+    for part in path.split("."):
+        if is_dataclass(cls):
+            hints = get_type_hints(cls)
+            if part not in hints:
+                return False
+            cls = hints[part]
+        elif getattr(cls, "__origin__", None) is list and part.isdigit():
+            cls = get_args(cls)[0]
+        else:
+            return getattr(cls, "__origin__", None) is dict
+    return True
+
+
+def _check_override(override: Override) -> None:
+    key = override.key_or_group
+    if key.startswith("hydra.") or key.startswith("hydra/") or key == "hydra":
+        return
+    if override.is_delete():
+        raise ConfigError(f"{override.input_line!r}: options cannot be removed, only set.")
+    if (CONF_DIR / key).is_dir():
+        value = override.value()
+        choices = options(key)
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if isinstance(name, str) and name not in choices:
+                raise ConfigError(f"{override.input_line!r}: there is no {key} called {name!r}. {_nearest(str(name), choices)}")
+        if key == "experiment" and not override.is_add():
+            raise ConfigError(f"Write +experiment={value} (with the plus: an experiment is added to the configuration).")
+        return
+    if not _key_exists(key):
+        raise ConfigError(f"{override.input_line!r}: there is no option {key!r}. {_nearest(key, list(known_keys()))}")
+
+
+def _nearest(key: str, choices: list[str]) -> str:
+    leaf = key.rsplit(".", 1)[-1]
+    close = [name for name in choices if "." in name and name.rsplit(".", 1)[-1] == leaf][:1]
+    close = close or difflib.get_close_matches(key, choices, n=1, cutoff=0.75)
+    leaves: dict[str, str] = {}
+    for name in choices:
+        leaves.setdefault(name.rsplit(".", 1)[-1], name)
+    if not close:
+        close = [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.5)]
+    close = close or difflib.get_close_matches(key, choices, n=1, cutoff=0.4)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"There are: {', '.join(choices[:20])}."
+
+
+def explain(error: Exception) -> str:
+    """One paragraph for an error of Hydra or OmegaConf, with the nearest key where a key is wrong."""
+    cause: Optional[BaseException] = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OmegaConfBaseException):
+        full_key = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key or cause.key or ""))
+        first = str(cause).splitlines()[0]
+        if full_key and not _key_exists(full_key):
+            return f"There is no option {full_key!r} ({first}). {_nearest(full_key, list(known_keys()))}"
+        return f"{full_key or 'configuration'}: {first}."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) if lines else type(error).__name__
+
+
+def quiet_third_party() -> None:
+    """Loggers that talk at INFO about nothing a user can act on."""
+    for name in ("httpx", "filelock", "urllib3", "matplotlib", "transformers", "DeepSpeed", "datasets", "torch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def is_help(flags: list[str]) -> bool:
+    """Whether Hydra's own flags ask for text rather than a run."""
+    return bool({"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version", "--shell-completion"} & set(flags))
+

@@ -1,0 +1,174 @@
+"""Which stages run, which are up to date, and the record of both in the run's ``manifest.json``."""
+
+import fcntl
+import importlib
+import json
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
+
+from deepspec import distributed
+from deepspec.artifacts import atomic_write_json, canonical_hash, environment, sha256_file
+from deepspec.config.paths import features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir
+from deepspec.config.schema import STAGES, Config
+from deepspec.errors import InputRefused
+
+log = logging.getLogger(__name__)
+RUN_MANIFEST = "manifest.json"
+_COLLECTIVE_TIMEOUT = 6 * 3600.0  # rank 0 alone profiles and exports while the others wait
+
+
+def _latest_checkpoint(config: Config) -> list[Path]:
+    latest = run_dir(config) / "checkpoints" / "latest"
+    if not latest.is_file():
+        return [latest]
+    return [latest, latest.parent / latest.read_text(encoding="utf-8").strip() / "manifest.json"]
+
+
+def outputs(config: Config, stage: str) -> list[Path]:
+    """Small files that stand for a stage's result; their hashes are what later stages depend on."""
+    run = run_dir(config)
+    files: dict[str, Callable[[], list[Path]]] = {
+        "prompts": lambda: [prompts_dir(config) / "manifest.json"],
+        "responses": lambda: [responses_dir(config) / "manifest.json"],
+        "features": lambda: [features_dir(config) / "manifest.json"] if config.features.mode == "cached" else [],
+        "train": lambda: _latest_checkpoint(config),
+        "confidence": lambda: [run / "confidence" / "manifest.json"] if config.drafter.confidence_head else [],
+        "calibrate": lambda: [run / "calibration.json"] if config.drafter.confidence_head else [],
+        "profile": lambda: [run / "profile" / "sps.json"],
+        "evaluate": lambda: [run / "evaluation.json"],
+        "export": lambda: [run / "export" / "config.json", run / "export" / "manifest.json"],
+        "report": lambda: [run / "report.html"],
+    }
+    return files[stage]()
+
+
+def decided_by(config: Config, stage: str) -> dict[str, Any]:
+    """The options that decide a stage's result, its inputs aside."""
+    values = asdict(config)
+    trainer = {key: values["trainer"][key] for key in (
+        "epochs", "max_steps", "global_batch_size", "micro_batch_size", "num_anchors", "precision")}
+    training = {
+        "features": features_key(config), "drafter": values["drafter"], "trainer": trainer, "seed": config.run.seed,
+        "objective": {key: value for key, value in values["objective"].items() if key not in ("implementation", "chunk_megabytes")},
+        "optimizer": values["optimizer"],
+    }
+    keys: dict[str, Any] = {
+        "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
+        "train": training, "confidence": {"training": training, "confidence": values["confidence"]},
+        "calibrate": values["calibration"], "profile": values["profile"], "evaluate": values["evaluate"],
+        "export": values["export"], "report": {"runs": config.runs},
+    }
+    return keys[stage]
+
+
+_NEEDS = {
+    "prompts": (), "responses": ("prompts",), "features": ("responses",), "train": ("responses", "features"),
+    "confidence": ("train", "responses"), "calibrate": ("train", "confidence"), "profile": ("train",),
+    "evaluate": ("train", "confidence", "calibrate", "profile"),
+    "export": ("train", "confidence", "calibrate", "profile", "evaluate"),
+    "report": ("train", "confidence", "calibrate", "profile", "evaluate", "export"),
+}
+
+
+def output_hashes(config: Config, stage: str) -> dict[str, str]:
+    """SHA-256 of each output file that exists."""
+    return {str(path): sha256_file(path) for path in outputs(config, stage) if path.is_file()}
+
+
+def fingerprint(config: Config, stage: str) -> str:
+    """Hash of everything a stage's result depends on: its options and the results of the stages it reads."""
+    inputs = {name: sorted(output_hashes(config, name).values()) for name in _NEEDS[stage]}
+    return canonical_hash({"options": decided_by(config, stage), "inputs": inputs})
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The run's manifest; empty for a new run."""
+    path = directory / RUN_MANIFEST
+    if not path.is_file():
+        return {"schema_version": 1, "stages": {}}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputRefused(f"{path} is not readable as JSON ({error}). Delete that file; finished stages are found again.") from None
+
+
+def up_to_date(config: Config, stage: str) -> bool:
+    """Whether the stage finished with these very inputs and options and its output is still what it wrote."""
+    record = read_run(run_dir(config))["stages"].get(stage)
+    if not record or record["status"] != "complete" or record["fingerprint"] != fingerprint(config, stage):
+        return False
+    return record["outputs"] == output_hashes(config, stage) and all(path.is_file() for path in outputs(config, stage))
+
+
+def _record(config: Config, stage: str, **values: Any) -> None:
+    if distributed.rank() != 0:
+        return
+    manifest = read_run(run_dir(config))
+    previous = manifest["stages"].get(stage, {})
+    manifest["stages"][stage] = previous | values
+    manifest |= {"name": config.run.name, "seed": config.run.seed, "config": asdict(config), **environment()}
+    atomic_write_json(run_dir(config) / RUN_MANIFEST, manifest)
+
+
+class RunLock:
+    """Only one job at a time writes into a run directory (two jobs started in one second would mix checkpoints)."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._handle = open(directory / ".lock", "w", encoding="utf-8")
+        if distributed.rank() != 0:
+            return
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputRefused(
+                f"{directory} is in use by another job. Wait for it, or give this one a name of its own: run.name=NAME"
+            ) from None
+
+    def release(self) -> None:
+        self._handle.close()
+
+
+def run_stages(config: Config, stages: tuple[str, ...], *, force: Optional[str] = None) -> None:
+    """Run ``stages`` in pipeline order; one that is up to date is skipped and says so, unless named by ``force``."""
+    distributed.set_threads(config.run.threads)
+    lock = RunLock(run_dir(config))
+    try:
+        if distributed.world_size() > 1:
+            distributed.init(_COLLECTIVE_TIMEOUT)
+        for stage in _in_order(stages):
+            _run_stage(config, stage, forced=stage == force)
+    finally:
+        lock.release()
+    distributed.shutdown()
+
+
+def _in_order(stages: tuple[str, ...]) -> Iterator[str]:
+    return (stage for stage in STAGES if stage in stages)
+
+
+def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
+    # Rank 0 decides for all: another rank may look when rank 0 has already written the next record.
+    current = distributed.broadcast_object(up_to_date(config, stage) if distributed.rank() == 0 and not forced else False)
+    if current:
+        log.info("%-10s up to date", stage)
+        return
+    log.info("%-10s starts", stage)
+    decided = fingerprint(config, stage) if distributed.rank() == 0 else ""
+    _record(config, stage, status="running", fingerprint=decided)
+    started = time.perf_counter()
+    try:
+        importlib.import_module(f"deepspec.stages.{stage}").run(config)
+    except BaseException:
+        _record(config, stage, status="failed")
+        raise
+    distributed.barrier()
+    seconds = time.perf_counter() - started
+    if distributed.rank() == 0:
+        _record(config, stage, status="complete", fingerprint=fingerprint(config, stage), seconds=round(seconds, 2),
+                outputs=output_hashes(config, stage))
+    log.info("%-10s done in %.1f s", stage, seconds)
+    distributed.barrier()
