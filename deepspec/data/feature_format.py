@@ -1,0 +1,117 @@
+"""What a feature store holds: header, records, sizes and the check that its numbers are usable."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable
+
+import torch
+
+from deepspec import artifacts
+from deepspec.data import feature_codec as codecs
+from deepspec.data.anchors import valid_anchors
+from deepspec.data.batch import Sample
+from deepspec.errors import InputRefused
+
+INDEX = "index.jsonl"
+PRODUCER = "features"
+CONVENTION = "layer i = output of decoder layer i (HF hidden_states[i+1]); last_hidden after the final norm"
+COMMAND = "data_prep/extract_features.py"
+# A norm squares its input: anything larger overflows float32 there although it is still finite here.
+LARGEST_MAGNITUDE = 1e18
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What the features are of. Two stores with equal headers hold interchangeable numbers."""
+
+    target_fingerprint: str
+    renderer_hash: str
+    responses_fingerprint: str
+    layers: tuple[int, ...]
+    hidden_size: int
+    codec: str  # bf16 | int8 | fp32
+    source_dtype: str  # of the target's arithmetic
+    convention: str = CONVENTION
+    store_version: int = 1
+
+    def layout(self, tokens: int, label_rows: int) -> codecs.Layout:
+        """Byte layout of one sample."""
+        return codecs.layout(
+            self.codec, tokens=tokens, label_rows=label_rows, layers=len(self.layers), width=self.hidden_size,
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of an index."""
+
+    sample_id: str
+    domain: str
+    split: str
+    shard: str
+    offset: int
+    tokens: int
+    label_rows: int
+    crc32: int
+
+
+class BadFeatures(InputRefused):
+    """Hidden states that are not numbers a drafter can learn from."""
+
+
+def estimate_bytes(header: StoreHeader, samples: Iterable[Sample]) -> int:
+    """Bytes of the store on disk, shard lists and index included (about 400 bytes per sample)."""
+    total = 0
+    for sample in samples:
+        rows = int(valid_anchors(sample.loss_mask).numel())
+        total += header.layout(len(sample.input_ids), rows).size + 2 * (150 + len(sample.sample_id.encode()))
+    return total
+
+
+def require_disk(directory: Path, needed: int) -> None:
+    """Raise InputRefused when the disk of ``directory`` cannot take ``needed`` more bytes."""
+    existing = next(folder for folder in (directory, *directory.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise InputRefused(
+            f"The features need about {human_bytes(needed)} but {existing} has {human_bytes(free)} free. Use "
+            f"features.codec=int8 (half of bf16), features.mode=online (no cache), fewer prompts (data.max_prompts) "
+            f"or another disk (run.data_root)."
+        )
+
+
+def human_bytes(count: float) -> str:
+    """For example ``3.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def check_finite(header: StoreHeader, sample_id: str, features: torch.Tensor, last_hidden: torch.Tensor) -> None:
+    """Raise BadFeatures naming the sample and the layer of a NaN, an infinity or an absurd magnitude."""
+    per_layer = features.reshape(len(features), len(header.layers), -1)
+    named = [(f"layer {layer}", per_layer[:, index]) for index, layer in enumerate(header.layers)]
+    for name, values in [*named, ("last_hidden", last_hidden)]:
+        wrong = ~(values.abs() <= LARGEST_MAGNITUDE)  # also true for NaN
+        if bool(wrong.any()):
+            row, channel = (int(number) for number in torch.nonzero(wrong)[0])
+            raise BadFeatures(
+                f"sample {sample_id!r}, {name}: value {values[row, channel].item()} at token {row}, channel {channel}. "
+                f"If the target overflows in its dtype, use target.dtype=float32."
+            )
+
+
+def read_header(directory: Path) -> tuple[artifacts.Manifest, StoreHeader]:
+    """Manifest and header of a finished store."""
+    manifest = artifacts.require_complete(directory, "Features", COMMAND)
+    if manifest.producer != PRODUCER or "header" not in manifest.facts:
+        raise InputRefused(f"{directory} was made by stage {manifest.producer!r}, expected {PRODUCER!r}.")
+    return manifest, header_from_json(manifest.facts["header"])
+
+
+def header_from_json(values: dict[str, Any]) -> StoreHeader:
+    """Header as it was written."""
+    return StoreHeader(**(values | {"layers": tuple(values["layers"])}))
