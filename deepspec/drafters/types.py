@@ -34,6 +34,7 @@ class DrafterShape:
     target_hidden_size: int
     target_model_type: str
     final_logit_softcap: Optional[float] = None
+    embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt of the width)
 
     @property
     def draft_length(self) -> int:

@@ -1,0 +1,145 @@
+"""Parallel backbone of the drafter: context projection and Qwen3-style decoder layers.
+
+T context rows, N blocks, S slots, D width, M feature layers, Hq / Hkv heads of width hd. Module names are those of the
+published checkpoints.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspec.drafters.attention import ContextChunk, inject_cached_context, inject_context
+from deepspec.drafters.rope import rotate
+from deepspec.drafters.types import DrafterShape
+
+Angles = tuple[Tensor, Tensor]  # cos and sin of RotaryTable
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, statistics in float32 at least."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., width] in, the same shape and dtype out."""
+        exact = states if states.dtype == torch.float64 else states.float()
+        scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * (exact * scale).to(states.dtype)
+
+
+@dataclass(frozen=True)
+class ContextProjection:
+    """Eq. 2 on two modules that the drafter owns under their published names."""
+
+    fc: nn.Linear
+    hidden_norm: RMSNorm
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``H_ctx = RMSNorm(W_c [H^(l1); ...; H^(lm)])`` (Eq. 2): features [T, M*D] to context [T, D]."""
+        return self.hidden_norm(self.fc(features))
+
+
+class DraftAttention(nn.Module):
+    """Attention whose K/V projections serve context and block alike; norms on heads as in Qwen3."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        query_width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, key_width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, key_width, bias=False)
+        self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def queries(self, states: Tensor, angles: Angles) -> Tensor:
+        """Queries [..., Hq, hd] of ``states`` [..., D], RoPE applied."""
+        return rotate(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))), angles)
+
+    def keys_values(self, states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys (RoPE applied) and values [..., Hkv, hd] of ``states`` [..., D]."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
+        return rotate(keys, angles), self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self, states: Tensor, context: Tensor, angles: Angles, context_angles: Angles,
+        chunks: tuple[ContextChunk, ...],
+    ) -> Tensor:
+        """Training: ``states`` [N, S, D] of the blocks of a pack with context [T, D]."""
+        count, slots, _ = states.shape
+        rows = len(context)
+        # One call for both halves: a module used twice in a pass costs ZeRO-3 a second gather.
+        both = torch.cat((context, states.flatten(0, 1)))
+        both_angles = tuple(
+            torch.cat((far, near.flatten(0, 1))) for far, near in zip(context_angles, angles, strict=True)
+        )
+        keys, values = self.keys_values(both, both_angles)
+        attended = inject_context(
+            self.queries(states, angles), keys[:rows], values[:rows],
+            keys[rows:].unflatten(0, (count, slots)), values[rows:].unflatten(0, (count, slots)), chunks,
+        )
+        return self.o_proj(attended.flatten(-2))
+
+    def draft(self, states: Tensor, angles: Angles, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """Drafting: ``states`` [R, S, D] with cached context keys and values [R, C, Hkv, hd]."""
+        own_keys, own_values = self.keys_values(states, angles)
+        attended = inject_cached_context(self.queries(states, angles), keys, values, own_keys, own_values, lengths)
+        return self.o_proj(attended.flatten(-2))
+
+
+class DraftMLP(nn.Module):
+    """Gated SiLU feed-forward."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., D] in and out."""
+        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer. The context enters attention as it is, without the layer's input norm."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(shape)
+        self.mlp = DraftMLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self, states: Tensor, context: Tensor, angles: Angles, context_angles: Angles,
+        chunks: tuple[ContextChunk, ...],
+    ) -> Tensor:
+        """Training pass over ``states`` [N, S, D]; see ``DraftAttention.forward``."""
+        attended = self.self_attn(self.input_layernorm(states), context, angles, context_angles, chunks)
+        return self._feed_forward(states + attended)
+
+    def draft(self, states: Tensor, angles: Angles, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """Drafting pass over ``states`` [R, S, D]; see ``DraftAttention.draft``."""
+        attended = self.self_attn.draft(self.input_layernorm(states), angles, keys, values, lengths)
+        return self._feed_forward(states + attended)
+
+    def _feed_forward(self, states: Tensor) -> Tensor:
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+def initialise(module: nn.Module, std: float = 0.02) -> None:
+    """Initial values as Hugging Face gives them: matrices normal(0, std), biases 0, norms 1."""
+    for child in module.modules():
+        if isinstance(child, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(child.weight, std=std)
+            if getattr(child, "bias", None) is not None:
+                nn.init.zeros_(child.bias)
+        elif isinstance(child, RMSNorm):
+            nn.init.ones_(child.weight)

@@ -1,0 +1,100 @@
+"""A drafter's shape as the ``config.json`` of the published layout, and back. Engines read these keys by name."""
+
+from typing import Any, Mapping, Optional
+
+from deepspec.drafters.rope import rope_type
+from deepspec.drafters.types import DrafterShape
+from deepspec.errors import InputRefused
+
+ARCHITECTURE = "Qwen3DSparkModel"
+
+
+def _slot_keys(shape: DrafterShape) -> dict[str, Any]:
+    """Keys that engines look for at the top level or inside ``dflash_config``."""
+    keys: dict[str, Any] = {
+        "block_size": shape.block_size, "target_layer_ids": list(shape.feature_layers),
+        "mask_token_id": shape.mask_token_id, "markov_rank": shape.markov_rank,
+        "enable_confidence_head": shape.confidence_head,
+    }
+    if shape.markov_rank:
+        keys["markov_head_type"] = shape.head
+    if shape.confidence_head:
+        keys["confidence_head_with_markov"] = shape.confidence_with_markov
+    return keys
+
+
+def shape_to_config(
+    shape: DrafterShape, *, num_anchors: int, dtype: str = "bfloat16", extra: Optional[Mapping[str, Any]] = None,
+) -> dict[str, Any]:
+    """``config.json`` of ``shape``: every key of the published checkpoints and those that only engines read.
+
+    ``num_anchors`` per sample is a training option, but the reference loader asks for it. ``extra`` overrides keys,
+    for instance bos_token_id and eos_token_id.
+    """
+    kind = rope_type(shape.rope_parameters)
+    rope = {**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta}
+    rope.pop("type", None)
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURE], "model_type": "qwen3", "dtype": dtype, "torch_dtype": dtype,
+        "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps, "attention_bias": False, "attention_dropout": 0.0,
+        "vocab_size": shape.vocab_size, "tie_word_embeddings": False, "initializer_range": 0.02, "use_cache": True,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "max_position_embeddings": shape.max_position_embeddings, "rope_theta": shape.rope_theta,
+        "rope_scaling": None if kind == "default" else rope, "rope_parameters": rope,
+        "sliding_window": None, "use_sliding_window": False, "max_window_layers": shape.num_layers,
+        "layer_types": ["full_attention"] * shape.num_layers, "num_target_layers": shape.num_target_layers,
+        "target_hidden_size": shape.target_hidden_size, "target_model_type": shape.target_model_type,
+        "num_anchors": num_anchors, "sample_from_anchor": shape.sample_from_anchor,
+        **_slot_keys(shape), "dflash_config": _slot_keys(shape), "deepspec_algorithm": shape.algorithm,
+    }
+    if shape.final_logit_softcap is not None:
+        config["final_logit_softcapping"] = shape.final_logit_softcap
+    if shape.embed_scale != 1.0:
+        config["embed_scale"] = shape.embed_scale
+    return {**config, **(extra or {})}
+
+
+def _agreed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with the keys of ``dflash_config`` lifted; both places must say the same."""
+    lifted = dict(config)
+    for key, value in (config.get("dflash_config") or {}).items():
+        if lifted.setdefault(key, value) != value:
+            raise InputRefused(
+                f"The drafter's config.json contradicts itself: {key} is {lifted[key]!r} at the top level and {value!r} "
+                "in dflash_config. Correct the file: engines read different places."
+            )
+    return lifted
+
+
+def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
+    """Shape of a checkpoint or export, also of one made by the reference code; raises InputRefused on a missing key."""
+    keys = _agreed(config)
+    rank = int(keys.get("markov_rank") or 0)
+    rope = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
+    theta = rope.get("rope_theta", keys.get("rope_theta", 10000.0))
+    try:
+        confidence = bool(keys["enable_confidence_head"])
+        return DrafterShape(
+            algorithm=str(keys.get("deepspec_algorithm") or ("dspark" if rank or confidence else "dflash")),
+            hidden_size=keys["hidden_size"], intermediate_size=keys["intermediate_size"],
+            num_layers=keys["num_hidden_layers"], num_heads=keys["num_attention_heads"],
+            num_kv_heads=keys["num_key_value_heads"], head_dim=keys["head_dim"], vocab_size=keys["vocab_size"],
+            rms_norm_eps=float(keys["rms_norm_eps"]), rope_theta=float(theta), rope_parameters=rope,
+            max_position_embeddings=keys["max_position_embeddings"], block_size=keys["block_size"],
+            sample_from_anchor=bool(keys.get("sample_from_anchor", True)),
+            head=str(keys["markov_head_type"]) if rank else "none", markov_rank=rank, confidence_head=confidence,
+            confidence_with_markov=confidence and bool(keys["confidence_head_with_markov"]),
+            mask_token_id=keys["mask_token_id"], feature_layers=tuple(keys["target_layer_ids"]),
+            num_target_layers=keys["num_target_layers"],
+            target_hidden_size=keys.get("target_hidden_size", keys["hidden_size"]),
+            target_model_type=str(keys.get("target_model_type", keys["model_type"])),
+            final_logit_softcap=keys.get("final_logit_softcapping"), embed_scale=float(keys.get("embed_scale", 1.0)),
+        )
+    except KeyError as missing:
+        raise InputRefused(
+            f"The drafter's config.json has no key {missing}: it is not a checkpoint in DeepSpec's layout. "
+            "Point at a folder that this project or DeepSpec wrote."
+        ) from missing

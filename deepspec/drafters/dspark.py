@@ -1,0 +1,133 @@
+"""The DSpark drafter; DFlash is the same model without sequential and confidence head.
+
+T packed tokens, N blocks, R requests, S = block_size slots, K draft tokens, M feature layers, L drafter layers,
+D width, V vocabulary, C padded context length.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from deepspec.data.batch import TrainingBatch
+from deepspec.drafters.attention import plan_context
+from deepspec.drafters.backbone import ContextProjection, DraftLayer, RMSNorm, initialise
+from deepspec.drafters.confidence import ConfidenceHead
+from deepspec.drafters.rope import RotaryTable
+from deepspec.drafters.sequential import MarkovHead, build_head
+from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
+
+
+class DSparkDrafter(nn.Module):
+    """Parallel backbone, sequential head and confidence head over a frozen embedding and LM head.
+
+    Parameters carry the names of the published checkpoints. ``shared`` is no part of the module's state: it is moved by
+    nobody and must be on the device the drafter runs on.
+    """
+
+    def __init__(
+        self, shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.shared = shared
+        self.confidence_detach = confidence_detach  # the confidence loss then trains the confidence head alone
+        self.activation_checkpointing = activation_checkpointing
+        width = shape.hidden_size
+        self.fc = nn.Linear(len(shape.feature_layers) * shape.target_hidden_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
+        self.layers = nn.ModuleList([DraftLayer(shape) for _ in range(shape.num_layers)])
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
+        self.markov_head = build_head(shape)
+        rank = shape.markov_rank if shape.confidence_with_markov else 0
+        self.confidence_head = ConfidenceHead(width, rank) if shape.confidence_head else None
+        self._rotary = RotaryTable(shape)
+        initialise(self)
+
+    @property
+    def sequential(self) -> Optional[MarkovHead]:
+        """The sequential head, None if there is none."""
+        return self.markov_head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype the backbone computes in."""
+        return self.fc.weight.dtype
+
+    def forward(self, batch: TrainingBatch) -> DrafterOutput:
+        """Teacher-forced pass over all blocks of a pack; makes no logits. Without blocks all results are empty."""
+        blocks, shape = batch.blocks, self.shape
+        context = self.project_context(batch.features)
+        context_angles = self._rotary(batch.positions)
+        states, angles = self._block_inputs(blocks.anchor_ids, blocks.anchor_positions)
+        chunks = plan_context(blocks.anchor_rows, blocks.context_starts, shape.block_size * shape.num_heads)
+        for layer in self.layers:
+            inputs = (states, context, angles, context_angles, chunks)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                states = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                states = layer(*inputs)
+        hidden = self._predicting(self.norm(states))
+        head = self.markov_head
+        return DrafterOutput(
+            hidden=hidden,
+            transition=None if head is None else head.transitions(blocks.previous_ids, hidden),
+            output_factor=None if head is None else head.output_factor(),
+            confidence_logits=self.confidence(hidden, blocks.previous_ids),
+        )
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Context [T, D] of target features [T, M*D] (Eq. 2)."""
+        return ContextProjection(self.fc, self.hidden_norm).forward(features.to(self.dtype))
+
+    def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Context half of Eq. 3: keys (RoPE applied) and values [L, T, Hkv, hd] of context [T, D] at positions [T]."""
+        angles = self._rotary(positions)
+        pairs = [layer.self_attn.keys_values(context, angles) for layer in self.layers]
+        return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
+
+    def block_hidden(
+        self, anchor_ids: Tensor, anchor_positions: Tensor, keys: Tensor, values: Tensor, context_lengths: Tensor,
+    ) -> Tensor:
+        """h_k [R, K, D] of one block per request, for drafting.
+
+        ``keys`` and ``values`` [L, R, C, Hkv, hd] are those of ``context_kv``, of the tokens strictly before the
+        anchor, padded with anything finite; ``context_lengths`` [R] says how many are real.
+        """
+        states, angles = self._block_inputs(anchor_ids, anchor_positions)
+        for index, layer in enumerate(self.layers):
+            states = layer.draft(states, angles, keys[index], values[index], context_lengths)
+        return self._predicting(self.norm(states))
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """U_k [..., V] of h_k [..., D], float32 at least; a final softcap comes before the sequential bias."""
+        weight = self.shared.lm_head
+        logits = functional.linear(hidden.to(weight.dtype), weight)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        cap = self.shape.final_logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def confidence(self, hidden_k: Tensor, previous_ids: Tensor) -> Optional[Tensor]:
+        """Logits [...] of Eq. 7 for h_k [..., D] and ids [...] of the tokens before; None without the head."""
+        if self.confidence_head is None:
+            return None
+        embedded = self.markov_head.embed(previous_ids) if self.shape.confidence_with_markov else None
+        if self.confidence_detach:
+            hidden_k, embedded = hidden_k.detach(), None if embedded is None else embedded.detach()
+        return self.confidence_head(hidden_k, embedded)
+
+    def _block_inputs(self, anchor_ids: Tensor, anchor_positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Embeddings [N, S, D] of anchor and mask tokens, and the angles of positions p .. p+S-1."""
+        slots = torch.arange(self.shape.block_size, device=anchor_ids.device)
+        ids = torch.where(slots == 0, anchor_ids[:, None], self.shape.mask_token_id)
+        states = functional.embedding(ids, self.shared.embed).to(self.dtype)
+        if self.shape.embed_scale != 1.0:
+            states = states * self.shape.embed_scale
+        return states, self._rotary(anchor_positions[:, None] + slots)
+
+    def _predicting(self, hidden: Tensor) -> Tensor:
+        """Hidden states [.., K, D] of the slots that predict: all, or all but the anchor's."""
+        return hidden if self.shape.sample_from_anchor else hidden[:, 1:]

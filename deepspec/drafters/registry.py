@@ -1,0 +1,118 @@
+"""Drafters by name: what a configuration may ask for, checked once, and the model it names."""
+
+from typing import Callable
+
+from deepspec.config.schema import DrafterConfig, TargetConfig
+from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.rope import SUPPORTED, rope_type
+from deepspec.drafters.sequential import HEADS
+from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.errors import ConfigError
+from deepspec.targets.spec import TargetSpec
+
+Builder = Callable[..., DSparkDrafter]
+_BUILDERS: dict[str, Builder] = {}
+
+
+def register(name: str) -> Callable[[Builder], Builder]:
+    """Make a drafter class known under ``drafter.algorithm=name``."""
+    def add(builder: Builder) -> Builder:
+        _BUILDERS[name] = builder
+        return builder
+    return add
+
+
+register("dspark")(DSparkDrafter)
+register("dflash")(DSparkDrafter)
+
+
+def _check_algorithm(name: str) -> None:
+    if name not in _BUILDERS:
+        raise ConfigError(f"drafter.algorithm={name!r} is unknown: use one of {', '.join(sorted(_BUILDERS))}.")
+
+
+def build_drafter(
+    shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
+    activation_checkpointing: bool = False,
+) -> DSparkDrafter:
+    """A freshly initialised drafter (from torch's global generator) of ``shape`` over the target's shared weights."""
+    _check_algorithm(shape.algorithm)
+    for name, weight in (("embedding", shared.embed), ("LM head", shared.lm_head)):
+        expected = (shape.vocab_size, shape.hidden_size)
+        if tuple(weight.shape) != expected:
+            raise ConfigError(
+                f"The target's {name} has shape {tuple(weight.shape)} but the drafter's configuration expects "
+                f"{expected}: they belong to different targets. Use the drafter with the target it was made for."
+            )
+    return _BUILDERS[shape.algorithm](
+        shape, shared, confidence_detach=confidence_detach, activation_checkpointing=activation_checkpointing,
+    )
+
+
+def _check_slots(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> None:
+    if drafter.block_size < 2:
+        raise ConfigError(
+            f"drafter.block_size={drafter.block_size} is too small: a block has its anchor and at least one more slot. "
+            "Use 2 or more (the published drafters use 7)."
+        )
+    if drafter.num_layers < 1:
+        raise ConfigError(f"drafter.num_layers={drafter.num_layers} must be at least 1.")
+    mask = target.mask_token_id
+    if not isinstance(mask, int) or not 0 <= mask < spec.vocab_size:
+        raise ConfigError(
+            f"target.mask_token_id={mask!r} is not a row of the target's embedding, which has {spec.vocab_size} rows "
+            f"(0..{spec.vocab_size - 1}). Name a token that text never contains, for instance an unused special token; "
+            "the serving engine must use the same id."
+        )
+    layers = list(target.feature_layers)
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] > spec.num_layers - 2:
+        raise ConfigError(
+            f"target.feature_layers={layers} must be ascending ids of decoder layer outputs between 0 and "
+            f"{spec.num_layers - 2}: the target has {spec.num_layers} layers, and engines cannot capture the last."
+        )
+
+
+def _check_heads(drafter: DrafterConfig) -> None:
+    if drafter.head not in HEADS:
+        raise ConfigError(f"drafter.head={drafter.head!r} is unknown: use one of {', '.join(HEADS)}.")
+    if drafter.head != "none" and drafter.markov_rank < 1:
+        raise ConfigError(
+            f"drafter.head={drafter.head} needs drafter.markov_rank of at least 1, not {drafter.markov_rank}: "
+            "set a rank (256 as published), or drafter.head=none."
+        )
+    if drafter.algorithm == "dflash" and (drafter.head != "none" or drafter.confidence_head):
+        raise ConfigError(
+            f"drafter.algorithm=dflash has neither sequential nor confidence head, but drafter.head={drafter.head} and "
+            f"drafter.confidence_head={drafter.confidence_head}: set drafter.head=none and "
+            "drafter.confidence_head=false, or use drafter.algorithm=dspark."
+        )
+
+
+def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> DrafterShape:
+    """The drafter's shape for a target; raises ConfigError for options that do not fit it or each other.
+
+    Without a sequential head there is no rank and no Markov embedding for the confidence head to read, whatever
+    ``markov_rank`` and ``confidence_with_markov`` say, so that ``drafter.head=none`` is a one-line ablation.
+    """
+    _check_algorithm(drafter.algorithm)
+    _check_slots(spec, target, drafter)
+    _check_heads(drafter)
+    if rope_type(spec.rope_parameters) not in SUPPORTED:
+        raise ConfigError(
+            f"The target's rope_type={rope_type(spec.rope_parameters)!r} is not supported by the drafter, which knows "
+            f"{', '.join(SUPPORTED)}."
+        )
+    with_head = drafter.head != "none"
+    return DrafterShape(
+        algorithm=drafter.algorithm, hidden_size=spec.hidden_size,
+        intermediate_size=drafter.intermediate_size or spec.intermediate_size, num_layers=drafter.num_layers,
+        num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, vocab_size=spec.vocab_size,
+        rms_norm_eps=spec.rms_norm_eps, rope_theta=spec.rope_theta, rope_parameters=dict(spec.rope_parameters),
+        max_position_embeddings=spec.max_position_embeddings, block_size=drafter.block_size,
+        sample_from_anchor=drafter.sample_from_anchor, head=drafter.head,
+        markov_rank=drafter.markov_rank if with_head else 0, confidence_head=drafter.confidence_head,
+        confidence_with_markov=drafter.confidence_head and drafter.confidence_with_markov and with_head,
+        mask_token_id=target.mask_token_id, feature_layers=tuple(target.feature_layers),
+        num_target_layers=spec.num_layers, target_hidden_size=spec.hidden_size, target_model_type=spec.model_type,
+        final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
+    )

@@ -1,0 +1,19 @@
+"""Training objective: Eqs. 8-12, an eager reference and a chunked implementation of the same numbers."""
+
+from deepspec.objective.losses import (
+    Denominators,
+    LossTerms,
+    acceptance_rate,
+    confidence_loss,
+    cross_entropy_loss,
+    drafter_loss,
+    position_weights,
+    slot_weights,
+    total_variation_loss,
+    window_weights,
+)
+
+__all__ = [
+    "Denominators", "LossTerms", "acceptance_rate", "confidence_loss", "cross_entropy_loss", "drafter_loss",
+    "position_weights", "slot_weights", "total_variation_loss", "window_weights",
+]

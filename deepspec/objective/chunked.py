@@ -1,0 +1,265 @@
+"""Cross-entropy and L1 of all slots in one pass over row chunks, with their gradients, without ever holding the logits.
+
+n supervised slots, D width, V vocabulary, r rank, P distinct transitions, Q distinct target rows.
+
+With ``p`` the drafter's and ``q`` the target's distribution and ``s = sign(p - q)`` the gradients by the logits are
+``p - onehot`` for the cross-entropy and ``p * (s - sum(p * s))`` for ``|p - q|_1``, so the forward pass makes them
+while the logits of a chunk are at hand and the backward pass only scales. Slots are sorted by previous token and target
+row: target logits are made once per distinct row, and a bias that depends on the previous token alone once per token.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Iterator, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
+SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Supervised slots in the order they are worked through."""
+
+    slots: Tensor  # [n] int64 into the flattened [N*K]
+    rows: Tensor  # [Q] int64, distinct rows of last_hidden, in order
+    row_of: Tensor  # [n] int64 into ``rows``, ascending
+    first_of: Tensor  # [P] int64: a slot (flattened) that has the transition
+    group_of: Tensor  # [n] int64 into ``first_of``, ascending
+    shared_bias: bool  # slots of a group have the same transition; otherwise P = n
+
+
+def plan_slots(mask: Tensor, previous_ids: Tensor, target_rows: Tensor, by_token: bool) -> SlotPlan:
+    """Order the supervised slots of [N, K] blocks. ``by_token``: the transition depends on the previous token only."""
+    slots = mask.flatten().nonzero().squeeze(1)
+    rows, tokens = target_rows.flatten()[slots], previous_ids.flatten()[slots]
+    order = torch.argsort(rows, stable=True)
+    if by_token:
+        order = order[torch.argsort(tokens[order], stable=True)]
+    slots, rows, tokens = slots[order], rows[order], tokens[order]
+    group_of = torch.arange(len(slots), device=slots.device)
+    if by_token:
+        group_of = torch.unique_consecutive(tokens, return_inverse=True)[1]
+    distinct, row_of = torch.unique_consecutive(rows, return_inverse=True)
+    first = torch.ones_like(group_of, dtype=torch.bool)
+    first[1:] = group_of[1:] != group_of[:-1]
+    return SlotPlan(slots, distinct, row_of, slots[first], group_of, by_token)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the pass needs besides the three tensors it differentiates by."""
+
+    lm_head: Tensor  # [V, D]
+    last_hidden: Tensor  # [T, D]
+    labels: Tensor  # [n] int64 in the plan's order
+    ce_scales: Tensor  # [n]: weight of each slot's cross-entropy in the returned loss
+    tv_scales: Tensor  # [n]: of its L1
+    plan: SlotPlan
+    softcap: Optional[float]
+    budget: int  # bytes for the logits of one chunk
+    differentiate: bool
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """``weight`` [V, *] in the exact dtype, whole where it has that dtype, else a few rows at a time."""
+    if weight.dtype == exact:
+        yield slice(None), weight
+        return
+    for first in range(0, len(weight), SLAB_ROWS):
+        rows = slice(first, min(first + SLAB_ROWS, len(weight)))
+        yield rows, weight[rows].to(exact)
+
+
+def _native(weight: Tensor) -> bool:
+    """Half-precision weights whose products the device accumulates and returns in float32."""
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """``out`` [m, V] = (or +=) ``rows`` [m, d] @ ``weight`` [V, d]^T, in out's dtype."""
+    if _native(weight):
+        product = torch.mm(rows.to(weight.dtype), weight.t(), out_dtype=out.dtype)
+        out.add_(product) if accumulate else out.copy_(product)
+        return
+    rows = rows.to(out.dtype)
+    for columns, slab in _slabs(weight, out.dtype):
+        part = out[:, columns]
+        torch.addmm(part, rows, slab.t(), beta=1.0 if accumulate else 0.0, out=part)
+
+
+def _pull_back(grads: Tensor, weight: Tensor) -> Tensor:
+    """``grads`` [m, V] @ ``weight`` [V, d] in the dtype of ``grads``."""
+    if _native(weight):
+        return torch.mm(grads.to(weight.dtype), weight, out_dtype=grads.dtype)
+    total = grads.new_zeros(len(grads), weight.shape[1])
+    for columns, slab in _slabs(weight, grads.dtype):
+        total.addmm_(grads[:, columns], slab)
+    return total
+
+
+def _chunks(inputs: LossInputs, vocab: int, item: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Ranges of slots, rows and groups whose logits together fit the budget (at least one slot each)."""
+    plan = inputs.plan
+    row_of, group_of = plan.row_of.tolist(), plan.group_of.tolist()
+    limit = max(3, inputs.budget // (vocab * item))
+    per_slot = 1 if inputs.softcap is None else 2
+    first = 0
+    while first < len(row_of):
+        last = first + 1
+        while last < len(row_of):
+            groups = group_of[last] - group_of[first] + 1 if plan.shared_bias else 0
+            if per_slot * (last + 1 - first) + row_of[last] - row_of[first] + 1 + groups > limit:
+                break
+            last += 1
+        yield (
+            slice(first, last), slice(row_of[first], row_of[last - 1] + 1),
+            slice(group_of[first], group_of[last - 1] + 1),
+        )
+        first = last
+
+
+def _cap(logits: Tensor, softcap: Optional[float]) -> None:
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+
+
+class _Pass:
+    """One run over the chunks: buffers, results and gradients."""
+
+    def __init__(self, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs):
+        self.hidden, self.transitions, self.factor, self.inputs = hidden, transitions, factor, inputs
+        self.exact = _exact(hidden)
+        self.vocab = len(inputs.lm_head)
+        count, device = len(inputs.plan.slots), hidden.device
+        self.ce = torch.zeros(count, dtype=self.exact, device=device)
+        self.l1 = torch.zeros(count, dtype=self.exact, device=device)
+        self.chunks = list(_chunks(inputs, self.vocab, self.hidden.new_empty(0, dtype=self.exact).element_size()))
+        self.grad_hidden = self.grad_transitions = self.grad_factor = None
+        if inputs.differentiate:
+            self.grad_hidden = torch.zeros(hidden.shape, dtype=self.exact, device=device)
+            if transitions is not None:
+                self.grad_transitions = torch.zeros(transitions.shape, dtype=self.exact, device=device)
+                self.grad_factor = torch.zeros(factor.shape, dtype=self.exact, device=device)
+
+    def _buffer(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.vocab, dtype=self.exact, device=self.hidden.device)
+
+    def run(self) -> None:
+        """Fill the results. Buffers have the size of the largest chunk and serve all of them."""
+        shared, softcap = self.inputs.plan.shared_bias, self.inputs.softcap
+        widths = [tuple(part.stop - part.start for part in chunk) for chunk in self.chunks]
+        if not widths:
+            return
+        most_slots, most_rows, most_groups = (max(column) for column in zip(*widths, strict=True))
+        draft, target = self._buffer(most_slots), self._buffer(most_rows)
+        bias = self._buffer(most_groups) if shared and self.transitions is not None else None
+        slope = self._buffer(most_slots) if softcap is not None and self.inputs.differentiate else None
+        tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * draft.element_size())
+        scratch = self._buffer(min(most_slots, max(1, tile)))
+        for (slots, rows, groups), (m, g, u) in zip(self.chunks, widths, strict=True):
+            self._logits(slots, rows, groups, draft[:m], target[:g], None if bias is None else bias[:u])
+            if slope is not None:
+                torch.div(draft[:m], softcap, out=slope[:m]).square_().neg_().add_(1.0)
+            self._elementwise(slots, draft[:m], target[:g], None if bias is None else bias[:u], scratch)
+            if self.inputs.differentiate:
+                self._gradients(slots, groups, draft[:m], None if bias is None else bias[:u], slope)
+
+    def _logits(
+        self, slots: slice, rows: slice, groups: slice, draft: Tensor, target: Tensor, bias: Optional[Tensor],
+    ) -> None:
+        """Base logits of the drafter, probabilities of the target, and the bias of each distinct token."""
+        inputs, plan = self.inputs, self.inputs.plan
+        _project(self.hidden[plan.slots[slots]], inputs.lm_head, draft)
+        _cap(draft, inputs.softcap)
+        _project(inputs.last_hidden[plan.rows[rows]], inputs.lm_head, target)
+        _cap(target, inputs.softcap)
+        target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
+        target.div_(target.sum(dim=-1, keepdim=True))
+        if bias is not None:
+            _project(self.transitions[groups], self.factor, bias)
+
+    def _elementwise(
+        self, slots: slice, draft: Tensor, target: Tensor, bias: Optional[Tensor], scratch: Tensor,
+    ) -> None:
+        """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted."""
+        inputs, plan = self.inputs, self.inputs.plan
+        rows = plan.row_of[slots] - plan.row_of[slots.start]
+        groups = plan.group_of[slots] - plan.group_of[slots.start]
+        if self.transitions is not None and bias is None:
+            _project(self.transitions[slots], self.factor, draft, accumulate=True)
+        for first in range(0, len(draft), len(scratch)):
+            part = slice(first, min(first + len(scratch), len(draft)))
+            whole = slice(slots.start + part.start, slots.start + part.stop)
+            probs, work = draft[part], scratch[:part.stop - part.start]
+            if bias is not None:
+                probs.add_(torch.index_select(bias, 0, groups[part], out=work))
+            labels = inputs.labels[whole, None]
+            top, chosen = probs.amax(dim=-1, keepdim=True), probs.gather(1, labels)
+            probs.sub_(top).exp_()
+            total = probs.sum(dim=-1, keepdim=True)
+            probs.div_(total)
+            self.ce[whole] = (total.log() + top - chosen).squeeze(1)
+            torch.sub(probs, torch.index_select(target, 0, rows[part], out=work), out=work)
+            self.l1[whole] = torch.linalg.vector_norm(work, ord=1, dim=-1)
+            if inputs.differentiate:
+                ce, tv = inputs.ce_scales[whole, None], inputs.tv_scales[whole, None]
+                work.sign_()
+                mean = torch.linalg.vecdot(probs, work)[:, None]
+                probs.mul_(work.mul_(tv).add_(ce - tv * mean))
+                probs.scatter_add_(1, labels, -ce)
+
+    def _gradients(
+        self, slots: slice, groups: slice, draft: Tensor, bias: Optional[Tensor], slope: Optional[Tensor],
+    ) -> None:
+        """Pull the gradient by the logits back to hidden states, transitions and W_2."""
+        plan = self.inputs.plan
+        if self.transitions is not None:
+            grads = draft
+            if bias is not None:
+                # The chunk's biases are used up: their buffer takes the gradient by each of them.
+                local = plan.group_of[slots] - plan.group_of[slots.start]
+                grads = bias.zero_().index_add_(0, local, draft)
+            self.grad_transitions[groups] += _pull_back(grads, self.factor)
+            self.grad_factor.addmm_(grads.t(), self.transitions[groups].to(self.exact))
+        if slope is not None:
+            draft.mul_(slope[:len(draft)])
+        self.grad_hidden[plan.slots[slots]] = _pull_back(draft, self.inputs.lm_head)
+
+
+class _SlotLoss(torch.autograd.Function):
+    """Scalar loss with the gradients made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        work = _Pass(hidden, transitions, factor, inputs)
+        work.run()
+        loss = (work.ce.double() * inputs.ce_scales + work.l1.double() * inputs.tv_scales).sum().to(work.exact)
+        pairs = zip((work.grad_hidden, work.grad_transitions, work.grad_factor), (hidden, transitions, factor))
+        ctx.save_for_backward(*(None if grad is None else grad.to(like.dtype) for grad, like in pairs))
+        ctx.mark_non_differentiable(work.ce, work.l1)
+        return loss, work.ce, work.l1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _ce: Tensor, _l1: Tensor) -> tuple[Optional[Tensor], ...]:
+        return (*(None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors), None)
+
+
+def slot_losses(
+    hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sum(ce_scales * ce + tv_scales * l1)``, differentiable, and ce, l1 [n] of the slots, detached.
+
+    hidden [N*K, D] flattened; transitions [P, r] in the plan's group order with factor W_2 [V, r], or both None.
+    All results are float32 (float64 for float64 hidden states), whatever the inputs are.
+    """
+    return _SlotLoss.apply(hidden, transitions, factor, inputs)
