@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,22 +137,27 @@ def _order_key(conversation: str) -> str:
     return hashlib.sha256(f"calibration split:{conversation}".encode()).hexdigest()
 
 
-def split_conversations(conversation: NDArray[np.str_], domain: NDArray[np.str_], *, refit_fraction: float,
-                        fit_fraction: float) -> NDArray[np.str_]:
-    """Part of every block, "refit", "fit" or "report" [n]; all blocks of a conversation are in one part.
-
-    Conversations are ordered by a hash of their id, evenly over domains, and cut at ``refit_fraction`` and then at
-    ``fit_fraction`` of the rest, so that each domain is in each part where it has enough conversations. With two
-    conversations or more, fit and report both get at least one.
-    """
+def balanced_order(conversation: Sequence[str], domain: Sequence[str]) -> list[str]:
+    """Distinct conversations in an order that depends on their ids only (by hash) and is even over the domains."""
     domains: dict[str, list[str]] = {}
-    for name, group in sorted(set(zip(conversation.tolist(), domain.tolist()))):
+    for name, group in sorted(set(zip(conversation, domain))):
         domains.setdefault(group, []).append(name)
     ranked = []
     for names in domains.values():
         for place, name in enumerate(sorted(set(names), key=_order_key)):
             ranked.append(((place + 0.5) / len(names), _order_key(name), name))
-    order = list(dict.fromkeys(name for _, _, name in sorted(ranked)))
+    return list(dict.fromkeys(name for _, _, name in sorted(ranked)))
+
+
+def split_conversations(conversation: NDArray[np.str_], domain: NDArray[np.str_], *, refit_fraction: float,
+                        fit_fraction: float) -> NDArray[np.str_]:
+    """Part of every block, "refit", "fit" or "report" [n]; all blocks of a conversation are in one part.
+
+    Conversations are put in ``balanced_order`` and cut at ``refit_fraction`` and then at ``fit_fraction`` of the rest,
+    so that each domain is in each part where it has enough conversations. With two conversations or more, fit and
+    report both get at least one.
+    """
+    order = balanced_order(conversation.tolist(), domain.tolist())
     total = len(order)
     refit = min(round(refit_fraction * total), max(0, total - 2))
     if refit_fraction > 0 and total >= 3:

@@ -32,7 +32,7 @@ def temperature_grid(minimum: float = 0.1, maximum: float = 10.0, points: int = 
 
 
 def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[ArrayLike] = None, *,
-                     grid: Optional[ArrayLike] = None, num_bins: int = 20) -> TemperatureFit:
+                     grid: Optional[ArrayLike] = None, num_bins: int = 20, warn: bool = True) -> TemperatureFit:
     """Sequential Temperature Scaling (Sec. 3.2.1): ``T_k = argmin ECE(prod_{i<=k} sigma(z_i / T_i))``, left to right.
 
     For k = 1..K the temperature of position k is searched on the grid with all earlier ones fixed. The outcome at k is
@@ -45,6 +45,7 @@ def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[A
         accepted: accepted draft tokens of each block [n], 0..K.
         drafted: positions of each block whose outcome is known [n]; None means all K.
         grid: candidate temperatures; None means 41 values from 0.1 to 10.
+        warn: log positions without data or at the edge of the grid.
     """
     logits = np.asarray(logits, dtype=np.float64)
     accepted = np.asarray(accepted)
@@ -70,10 +71,10 @@ def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[A
     missing = tuple(k + 1 for k in range(length) if samples[k] == 0)
     edges = (candidates.min(), candidates.max())
     edge = tuple(k + 1 for k in range(length) if temperatures[k] != 1.0 and temperatures[k] in edges)
-    if missing:
+    if missing and warn:
         logger.warning("temperatures: 0 samples at positions %s (no block survived that far); T = 1 kept there",
                        ", ".join(map(str, missing)))
-    if edge:
+    if edge and warn:
         logger.warning("temperatures: positions %s chose the edge of the grid (%g to %g); few samples or a useless "
                        "confidence are the usual reasons", ", ".join(map(str, edge)), *edges)
     return TemperatureFit(tuple(temperatures), tuple(samples), missing, edge)

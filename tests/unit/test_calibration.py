@@ -153,7 +153,7 @@ def test_calibrate_lowers_ece_on_unseen_conversations():
     result = calibrate(make_records(30000), CalibrationConfig(bootstrap=50), refit_fraction=0.34)
     assert min(result.ece_before[:3]) > 0.03
     assert max(result.ece_after) < 0.02
-    assert all(after < 2.5 * floor for after, floor in zip(result.ece_after, result.ece_noise_floor))
+    assert sum(result.ece_after) < 1.6 * sum(result.ece_noise_floor)
     assert all(after <= before for before, after in zip(result.brier_before[:4], result.brier_after[:4]))
     assert 0.6 < result.auc[0] < 0.95
     low, high = result.ece_before_ci95[0]

@@ -1,0 +1,73 @@
+"""The refitted confidence head on disk, and putting it into a drafter."""
+
+import logging
+from os import PathLike
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from deepspec.artifacts import atomic_write_bytes, read_manifest, sha256_file
+from deepspec.calibration.refit import LinearHead
+from deepspec.errors import InputRefused
+
+logger = logging.getLogger(__name__)
+CONFIDENCE_DIR = "confidence"
+HEAD_FILE = "head.safetensors"
+WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"  # [1, F], [1]: names of the checkpoint
+
+
+def head_from_tensors(tensors: Mapping[str, Tensor]) -> LinearHead:
+    """The linear head among a drafter's tensors, in float32."""
+    return LinearHead(tensors[WEIGHT].detach().float().cpu().numpy()[0], float(tensors[BIAS].detach().float()[0]))
+
+
+def set_head(drafter: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy confidence head weights into ``drafter``, in the dtype it computes in."""
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.copy_(tensors[WEIGHT])
+        drafter.confidence_head.proj.bias.copy_(tensors[BIAS])
+
+
+def save_head(path: str | PathLike[str], head: LinearHead) -> None:
+    """Write the head as safetensors (float32) under the checkpoint's tensor names."""
+    tensors = {WEIGHT: torch.from_numpy(np.ascontiguousarray(head.weight, dtype=np.float32))[None],
+               BIAS: torch.tensor([head.bias], dtype=torch.float32)}
+    atomic_write_bytes(path, save(tensors, metadata={"format": "pt"}))
+
+
+def load_confidence(run_dir: str | PathLike[str], drafter: Any, drafter_sha256: str) -> bool:
+    """Put the refitted confidence head of a run in place, if the run has one and chose it.
+
+    Returns whether it did. Without a finished confidence stage, or if the jointly trained head was better, the drafter
+    stays as it is; the same holds, with a warning, if the head was fitted for other weights than ``drafter_sha256``
+    (the drafter was trained further: the confidence stage will make a new one).
+
+    Raises:
+        InputRefused: the head's file is damaged or does not fit the drafter.
+    """
+    directory = Path(run_dir) / CONFIDENCE_DIR
+    manifest = read_manifest(directory)
+    if drafter.confidence_head is None or manifest is None or manifest.status != "complete":
+        return False
+    if manifest.facts.get("chosen") != "refit":
+        return False
+    if manifest.facts.get("drafter_sha256") != drafter_sha256:
+        logger.warning("%s was fitted for another checkpoint of the drafter and is not used; launch/fit_confidence.py "
+                       "makes a new one", directory / HEAD_FILE)
+        return False
+    path = directory / HEAD_FILE
+    if not path.is_file() or sha256_file(path) != manifest.files.get(HEAD_FILE):
+        raise InputRefused(f"{path} is missing or is not what the confidence stage wrote. Make it again with "
+                           "launch/fit_confidence.py.")
+    try:
+        tensors = load_file(path)
+        set_head(drafter, tensors)
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise InputRefused(f"{path} does not fit this drafter ({error}). Make it again with "
+                           "launch/fit_confidence.py.") from None
+    return True

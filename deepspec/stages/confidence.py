@@ -1,0 +1,241 @@
+"""Stage: draft held-out prompts, keep what the confidence said and what the target decided, refit the head if asked."""
+
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Iterator, Optional, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepspec import distributed
+from deepspec.artifacts import atomic_write_json, begin, canonical_hash, complete
+from deepspec.calibration import (
+    ConfidenceRecords, RecordsOrigin, auc, balanced_order, brier, fit_temperatures, sigmoid, split_conversations,
+    survival_probability,
+)
+from deepspec.calibration.calibration import cumulative_ece
+from deepspec.calibration.head import BIAS, CONFIDENCE_DIR, HEAD_FILE, WEIGHT, head_from_tensors, save_head, set_head
+from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
+from deepspec.config.paths import responses_dir, run_dir
+from deepspec.config.schema import Config
+from deepspec.data.responses import read_responses
+from deepspec.decoding.decoder import SpeculativeDecoder
+from deepspec.decoding.types import DecodeRequest, DecodeResult
+from deepspec.errors import InputRefused
+from deepspec.targets.sampling import Sampling
+from deepspec.training.checkpoint import drafter_sha256, latest, load_tensors
+from deepspec.training.session import load_run
+
+log = logging.getLogger(__name__)
+RECORDS_FILE, SUMMARY_FILE = "records.npz", "summary.json"
+RULE = ("the head whose Brier score against the actual outcomes, over the positions reached in a quarter of the refit "
+        "conversations, is lower; a tie keeps the jointly trained one")
+_SEED_OFFSET = 7919  # other draws than evaluation's on the same prompts
+_FLOAT16_MAX = 65504.0
+
+
+def held_out_requests(config: Config) -> list[DecodeRequest]:
+    """First turns of the held-out prompts, in an order even over domains; at most ``confidence.max_prompts``."""
+    directory = responses_dir(config)
+    rows = {row.id: row for row in read_responses(directory, "held_out")}
+    order = balanced_order(list(rows), [row.domain for row in rows.values()])[:config.confidence.max_prompts]
+    if not order:
+        raise InputRefused(f"{directory} has no held-out responses to fit the confidence on. Raise data.min_held_out "
+                           "and run data_prep/collect_prompts.py and data_prep/generate_responses.py again.")
+    chosen = [rows[name] for name in order]
+    return [DecodeRequest(id=row.id, prompt_ids=row.turns[0].prompt_ids, domain=row.domain) for row in chosen]
+
+
+def known_positions(known: int, previous_ids: NDArray[np.int64], stop_ids: frozenset[int]) -> int:
+    """Leading positions of a block that count, whatever the target decided.
+
+    A drafted end-of-turn token ends the answer if it is accepted, and then nothing is known of what follows it. The cut
+    must not depend on the outcome, or rejected blocks would be over-represented behind it, so it is made in both cases.
+    """
+    for place, token in enumerate(previous_ids[1:].tolist(), start=1):
+        if token in stop_ids:
+            return min(known, place)
+    return known
+
+
+def _head_inputs(drafter: Any, hidden: NDArray[np.float16], previous_ids: NDArray[np.int64]) -> NDArray[np.float16]:
+    """[n, K, F]: ``[h_k ; W_1[x_{k-1}]]`` of Eq. 7."""
+    if not drafter.shape.confidence_with_markov:
+        return hidden
+    device = drafter.confidence_head.proj.weight.device
+    with torch.no_grad():
+        embedded = drafter.markov_head.embed(torch.from_numpy(previous_ids).to(device)).float().cpu().numpy()
+    return np.concatenate([hidden, np.clip(embedded, -_FLOAT16_MAX, _FLOAT16_MAX).astype(np.float16)], axis=-1)
+
+
+def records_of(results: Sequence[DecodeResult], drafter: Any, origin: RecordsOrigin, stop_ids: frozenset[int], *,
+               inputs: bool) -> Optional[ConfidenceRecords]:
+    """Records of all drafted rounds of finished answers, None if there was none."""
+    rounds = [(result, item) for result in results for item in result.rounds if item.drafted and item.detail]
+    if not rounds:
+        return None
+    details = [item.detail for _, item in rounds]
+    previous = np.stack([detail.previous_ids for detail in details])
+    drafted = np.array([known_positions(item.known, detail.previous_ids, stop_ids)
+                        for (_, item), detail in zip(rounds, details)])
+    head_inputs = None
+    if inputs:
+        hidden = np.stack([np.clip(detail.hidden, -_FLOAT16_MAX, _FLOAT16_MAX) for detail in details])
+        head_inputs = _head_inputs(drafter, hidden.astype(np.float16), previous)
+    return ConfidenceRecords(
+        origin=origin,
+        logits=np.stack([item.confidence_logits for _, item in rounds]).astype(np.float32),
+        accepted=np.minimum([item.accepted for _, item in rounds], drafted).astype(np.int64),
+        drafted=drafted.astype(np.int64),
+        analytic_rate=np.stack([detail.analytic_rate for detail in details]).astype(np.float32),
+        conversation=np.array([result.id for result, _ in rounds]),
+        domain=np.array([result.domain for result, _ in rounds]),
+        inputs=head_inputs,
+    )
+
+
+def _groups(requests: list[DecodeRequest], size: int) -> Iterator[list[DecodeRequest]]:
+    return (requests[start:start + size] for start in range(0, len(requests), size))
+
+
+def collect(config: Config, target: Any, drafter: Any, sha256: str) -> ConfidenceRecords:
+    """Decode held-out prompts with every draft token verified; prompts are shared out over the ranks.
+
+    Whole groups of prompts are decoded until ``confidence.max_blocks`` is reached, because stopping in the middle of a
+    group would keep its short answers only. Returns all ranks' records on rank 0, this rank's own elsewhere.
+    """
+    options = config.confidence
+    length = drafter.shape.draft_length
+    origin = RecordsOrigin(length, sha256, options.temperature, (1.0,) * length)
+    sampling = Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET)
+    decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
+                                 max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
+    mine = held_out_requests(config)[distributed.rank()::distributed.world_size()]
+    parts, blocks = [], 0
+    for group in _groups(mine, 2 * options.batch_size):
+        part = records_of(list(decoder.decode(group)), drafter, origin, frozenset(target.spec.eos_token_ids),
+                          inputs=options.refit)
+        if part is not None:
+            parts.append(part)
+            blocks += len(part)
+        if blocks * distributed.world_size() >= options.max_blocks:
+            break
+    gathered = distributed.gather_objects(parts)
+    parts = parts if gathered is None else [part for own in gathered for part in own]
+    if distributed.rank() == 0 and not parts:
+        raise InputRefused(f"none of the {len(mine)} held-out prompts led to a drafted block: every answer ended with "
+                           "its first token. Look at the responses, or raise confidence.max_new_tokens.")
+    return ConfidenceRecords.concatenate(parts) if parts else None
+
+
+def measure(fit: ConfidenceRecords, report: ConfidenceRecords, num_bins: int) -> dict[str, list[Optional[float]]]:
+    """Per position on the report part, undefined values None.
+
+    ``auc`` among blocks that reached the position; ``brier`` and ``ece`` of the cumulative product against "survived
+    through k"; ``ece_scaled`` the same ECE after temperatures fitted on the fit part.
+    """
+    survival = survival_probability(sigmoid(report.logits))
+    scaling = fit_temperatures(fit.logits, fit.accepted, fit.drafted, num_bins=num_bins, warn=False)
+    columns: dict[str, list[float]] = {
+        "ece": cumulative_ece(report, 1.0, num_bins),
+        "ece_scaled": cumulative_ece(report, scaling.temperatures, num_bins), "brier": [], "auc": [],
+    }
+    for k in range(report.origin.block_length):
+        known, reached = report.known[:, k], report.reached[:, k]
+        columns["brier"].append(brier(survival[known, k], report.survived[known, k]))
+        columns["auc"].append(auc(report.logits[reached, k], report.survived[reached, k]))
+    return {name: [value if np.isfinite(value) else None for value in values] for name, values in columns.items()}
+
+
+def _rates(records: ConfidenceRecords) -> dict[str, list[Optional[float]]]:
+    """Among blocks that reached a position: share accepted, and mean analytic rate (Eq. 8). They must agree."""
+    observed, analytic = [], []
+    for k in range(records.origin.block_length):
+        reached = records.reached[:, k] & np.isfinite(records.analytic_rate[:, k])
+        count = int(reached.sum())
+        observed.append(float(records.survived[reached, k].mean()) if count else None)
+        analytic.append(float(records.analytic_rate[reached, k].mean()) if count else None)
+    return {"observed_rate": observed, "analytic_rate": analytic}
+
+
+def choose_head(records: ConfidenceRecords, joint: LinearHead,
+                config: Config) -> tuple[ConfidenceRecords, Optional[RefitResult], dict[str, Any]]:
+    """Refit if asked; returns the records scored by the chosen head, the refit, and the content of summary.json."""
+    options = config.confidence
+    part = split_conversations(records.conversation, records.domain, fit_fraction=config.calibration.fit_fraction,
+                               refit_fraction=options.refit_fraction if options.refit else 0.0)
+    fit, report = (records.select(part == name) for name in ("fit", "report"))
+    bins = config.calibration.num_bins
+    names, counts = np.unique(records.domain, return_counts=True)
+    summary: dict[str, Any] = {
+        "schema_version": 1, "blocks": len(records), "conversations": len(set(records.conversation.tolist())),
+        "domains": {str(name): int(count) for name, count in zip(names, counts)}, "temperature": options.temperature,
+        "blocks_per_split": {name: int((part == name).sum()) for name in ("refit", "fit", "report")},
+        "chosen": "joint", "rule": RULE if options.refit else "no refit was asked for",
+        "joint": measure(fit, report, bins), "refit": None, **_rates(records),
+    }
+    if not options.refit:
+        return records, None, summary
+    result = refit_head(records.select(part == "refit"), joint, epochs=options.epochs, lr=options.lr,
+                        seed=config.run.seed)
+    rescored = records.with_logits(result.head.logits(records.inputs), "refit")
+    values = {name: value for name, value in asdict(result).items() if name not in ("head", "chosen")}
+    summary |= {
+        "chosen": result.chosen,
+        "refit": measure(rescored.select(part == "fit"), rescored.select(part == "report"), bins),
+        "validation": {name: None if isinstance(value, float) and not np.isfinite(value) else value
+                       for name, value in values.items()},
+    }
+    return rescored if result.chosen == "refit" else records, result, summary
+
+
+def _log_comparison(summary: dict[str, Any]) -> None:
+    log.info("report split: %d blocks; head used: %s", summary["blocks_per_split"]["report"], summary["chosen"])
+    for name in ("joint", "refit"):
+        if summary[name] is None:
+            continue
+        means = {}
+        for column, values in summary[name].items():
+            present = [value for value in values if value is not None]
+            means[column] = sum(present) / len(present) if present else float("nan")
+        log.info("  %-5s head, means over positions: AUC %.3f  Brier %.4f  ECE %.4f, %.4f after temperature scaling",
+                 name, means["auc"], means["brier"], means["ece"], means["ece_scaled"])
+
+
+def run(config: Config) -> None:
+    """Write ``confidence/``: records.npz, summary.json, and head.safetensors if the refitted head is the better one."""
+    if not config.drafter.confidence_head:
+        log.info("this drafter has no confidence head: nothing to fit")
+        return
+    started = time.perf_counter()
+    checkpoint = latest(run_dir(config))
+    sha256 = drafter_sha256(checkpoint)
+    target, drafter = load_run(config)
+    weights = load_tensors(checkpoint)["weights"]
+    set_head(drafter, {name: weights[name] for name in (WEIGHT, BIAS)})  # an earlier refit may have been put in place
+    records = collect(config, target, drafter, sha256)
+    if distributed.rank() != 0:
+        return
+    records, result, summary = choose_head(records, head_from_tensors(weights), config)
+    _write(config, records, result, summary | {"seconds": round(time.perf_counter() - started, 2)})
+    _log_comparison(summary)
+
+
+def _write(config: Config, records: ConfidenceRecords, result: Optional[RefitResult], summary: dict[str, Any]) -> None:
+    directory: Path = run_dir(config) / CONFIDENCE_DIR
+    sha256 = records.origin.drafter_sha256
+    key = {"drafter": sha256, "confidence": asdict(config.confidence), "calibration": config.calibration.fit_fraction,
+           "seed": config.run.seed, "responses": str(responses_dir(config).name)}
+    manifest = begin(directory, "confidence", canonical_hash(key), inputs={"drafter": sha256}, config=asdict(config),
+                     seed=config.run.seed, facts={"drafter_sha256": sha256, "chosen": summary["chosen"]})
+    files = [RECORDS_FILE, SUMMARY_FILE]
+    (directory / HEAD_FILE).unlink(missing_ok=True)
+    records.save(directory / RECORDS_FILE)
+    atomic_write_json(directory / SUMMARY_FILE, summary)
+    if result is not None and result.chosen == "refit":
+        save_head(directory / HEAD_FILE, result.head)
+        files.append(HEAD_FILE)
+    complete(directory, manifest, files)
