@@ -1,0 +1,164 @@
+"""The drafter's side of decoding: context keys and values of ragged rows, and the proposal.
+
+S decoder rows, R rows of one proposal, K draft tokens, C context capacity, L drafter layers, V vocabulary.
+"""
+
+from typing import Any, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspec.decoding.types import DraftProposal
+from deepspec.drafters.sequential import sample_block
+from deepspec.targets.sampling import PURPOSE_DRAFT, Sampling, pick, target_probs, uniform
+
+_ROUND_SHIFT = 32  # positions stay below 2**32, so (round, position) is one integer
+_CONTEXT_STEP = 64  # contexts are padded to multiples of this: few distinct shapes, so memory is reused
+
+
+def draft_uniforms(seed: int, ids: Sequence[str], anchors: Sequence[int], rounds: Sequence[int], length: int) -> Tensor:
+    """Random numbers [R, K] for the draft tokens after ``anchors``.
+
+    The round is part of the key. A token drafted and discarded must not come from the number that drafts the same
+    position again: schedules are made from confidences of discarded tokens, and would then know the next draft.
+    """
+    firsts = [(count << _ROUND_SHIFT) + anchor + 1 for anchor, count in zip(anchors, rounds)]
+    positions = [first + k for first in firsts for k in range(length)]
+    names = [name for name in ids for _ in range(length)]
+    return uniform(seed, names, positions, PURPOSE_DRAFT).view(len(ids), length)
+
+
+class DraftState:
+    """Context keys and values (Eq. 3) of ``rows`` independent sequences, and proposals from them.
+
+    Features of newly verified tokens are buffered by ``append`` and projected when a proposal needs them, all rows in
+    one matmul; ``flush_tokens`` bounds what one row may buffer. The context of a proposal is exactly the positions
+    before the anchor.
+    """
+
+    def __init__(self, drafter: Any, rows: int, *, tokenizer_size: int, capacity: int = 256,
+                 flush_tokens: int = 256) -> None:
+        self.drafter = drafter
+        self.length: int = drafter.shape.draft_length
+        self.lengths: list[int] = [0] * rows  # projected context
+        self._tokenizer_size = tokenizer_size
+        self._flush_tokens = flush_tokens
+        self._pending: list[list[Tensor]] = [[] for _ in range(rows)]
+        self._buffered = [0] * rows
+        self._capacity = max(1, capacity)
+        self._keys: Optional[Tensor] = None  # [L, S, C, Hkv, hd], made when the first projection shows the shape
+        self._values: Optional[Tensor] = None
+        parameter = next(drafter.parameters())
+        self._dtype, self._device = parameter.dtype, parameter.device
+
+    def context_length(self, row: int) -> int:
+        """Tokens of ``row``'s context, projected or buffered."""
+        return self.lengths[row] + self._buffered[row]
+
+    def append(self, row: int, features: Tensor) -> None:
+        """Add the features [n, M*D] of the next n verified tokens of ``row``."""
+        self._pending[row].append(features)
+        self._buffered[row] += len(features)
+
+    def settle(self) -> None:
+        """Project rows that buffer more than the bound, so that a long stretch without drafting costs no memory."""
+        full = [row for row, count in enumerate(self._buffered) if count > self._flush_tokens]
+        if full:
+            self._flush(full)
+
+    def drop(self, row: int) -> None:
+        """Forget ``row``; it can be used for another sequence at once."""
+        self._pending[row].clear()
+        self._buffered[row] = 0
+        self.lengths[row] = 0
+
+    def reserve(self, capacity: int) -> None:
+        """Room for ``capacity`` tokens per row, doubling."""
+        if self._keys is None or self._values is None or capacity <= self._keys.shape[2]:
+            self._capacity = max(self._capacity, capacity)
+            return
+        self._capacity = max(capacity, 2 * self._keys.shape[2])
+        used = max(self.lengths)
+        grown = []
+        for old in (self._keys, self._values):
+            new = old.new_zeros(*old.shape[:2], self._capacity, *old.shape[3:])
+            new[:, :, :used] = old[:, :, :used]
+            grown.append(new)
+        self._keys, self._values = grown
+
+    @torch.no_grad()
+    def _flush(self, rows: Sequence[int]) -> None:
+        """Project the buffered features of ``rows`` (Eqs. 2 and 3) and store their keys and values."""
+        rows = [row for row in rows if self._buffered[row]]
+        if not rows:
+            return
+        flat = torch.cat([part for row in rows for part in self._pending[row]]).to(self._device, self._dtype)
+        counts = [self._buffered[row] for row in rows]
+        starts = [self.lengths[row] for row in rows]
+        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
+        positions = positions.to(self._device)
+        keys, values = self.drafter.context_kv(self.drafter.project_context(flat), positions)
+        self.reserve(max(start + count for start, count in zip(starts, counts)))
+        if self._keys is None or self._values is None:
+            width = -(-self._capacity // _CONTEXT_STEP) * _CONTEXT_STEP
+            shape = (keys.shape[0], len(self.lengths), width, *keys.shape[2:])
+            # Zeros, not empty: masked slots still meet a multiplication.
+            self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
+        slots = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts)).to(self._device)
+        self._keys[:, slots, positions] = keys
+        self._values[:, slots, positions] = values
+        for row, count in zip(rows, counts):
+            self._pending[row].clear()
+            self._buffered[row] = 0
+            self.lengths[row] += count
+
+    def _context(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [L, R, C, Hkv, hd] and lengths [R]; views while the rows are neighbours."""
+        assert self._keys is not None and self._values is not None
+        lengths = [self.lengths[row] for row in rows]
+        width = min(-(-max(lengths) // _CONTEXT_STEP) * _CONTEXT_STEP, self._keys.shape[2])
+        chosen: Any = slice(rows[0], rows[-1] + 1)
+        if list(rows) != list(range(rows[0], rows[-1] + 1)):
+            chosen = torch.tensor(rows, device=self._device)
+        counts = torch.tensor(lengths, device=self._device)
+        return self._keys[:, chosen, :width], self._values[:, chosen, :width], counts
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[int], anchor_ids: Sequence[int], uniforms: Tensor,
+                sampling: Sampling) -> DraftProposal:
+        """Draft K tokens for each of ``rows`` after its anchor, whose position is the length of the row's context.
+
+        ``uniforms`` [R, K] choose the tokens; ``sampling`` is the one verification will use, so that the distributions
+        kept are those the tokens were drawn from.
+        """
+        self._flush(rows)
+        keys, values, lengths = self._context(rows)
+        anchors = torch.tensor(anchor_ids, device=self._device)
+        hidden = self.drafter.block_hidden(anchors, lengths, keys, values, lengths)  # [R, K, D]
+        return self._sample_block(tuple(rows), anchors, hidden, uniforms.to(self._device), sampling)
+
+    def _sample_block(self, rows: tuple[int, ...], anchors: Tensor, hidden: Tensor, uniforms: Tensor,
+                      sampling: Sampling) -> DraftProposal:
+        """Draw x_1..x_K one after the other, each from base logits plus the bias of its predecessor (Eq. 4)."""
+        at: list[Tensor] = []
+        probs: list[Tensor] = []
+
+        def choose(k: int, logits: Tensor) -> Tensor:
+            if self._tokenizer_size < logits.shape[-1]:
+                logits[:, self._tokenizer_size:] = float("-inf")  # rows without a token are never proposed
+            if sampling.temperature == 0:
+                return logits.argmax(dim=-1)
+            probs.append(target_probs(logits, sampling))
+            chosen = pick(probs[-1], uniforms[:, k])
+            at.append(probs[-1].gather(1, chosen[:, None]))
+            return chosen
+
+        block = sample_block(self.drafter, anchors, hidden, choose)
+        confidence = block.confidence_logits
+        return DraftProposal(
+            rows=rows, ids=block.token_ids,
+            token_probs=torch.cat(at, dim=1) if at else torch.ones_like(uniforms).float(),
+            probs=torch.stack(probs, dim=1) if probs else None,
+            confidence_logits=None if confidence is None else confidence.float(), hidden=hidden,
+            previous_ids=torch.cat([anchors[:, None], block.token_ids[:, :-1]], dim=1),
+        )
