@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError
@@ -81,6 +82,8 @@ def compose_config(overrides: list[str], config_name: str = "train_drafter", *, 
         return to_config(composed, check=check)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from None
+    except YAMLError as error:
+        raise ConfigError(f"A configuration file is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
 def to_config(composed: DictConfig, *, check: bool = True) -> Config:

@@ -9,9 +9,7 @@ from typing import Any, Optional
 
 MISSING: Any = "???"
 
-STAGES = (
-    "prompts", "responses", "features", "train", "confidence", "calibrate", "profile", "evaluate", "export", "report",
-)
+STAGES = ("prompts", "responses", "features", "train", "confidence", "calibrate", "profile", "evaluate", "export", "report")
 
 
 @dataclass

@@ -1,0 +1,128 @@
+"""Composition: every stage with every experiment, and every kind of mistake, named with the nearest valid key."""
+
+from pathlib import Path
+
+import pytest
+
+from deepspec.config import compose
+from deepspec.config.compose import CONF_DIR, adapt_argv, compose_config, known_keys, options, split_argv
+from deepspec.errors import ConfigError
+
+PRIMARIES = sorted(path.stem for path in CONF_DIR.glob("*.yaml") if path.stem != "base")
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("primary", PRIMARIES)
+def test_every_stage_composes_with_every_experiment(primary: str, experiment: str) -> None:
+    config = compose_config([f"+experiment={experiment}"], primary)
+    assert config.run.name == experiment
+    assert config.run.dir == f"runs/{experiment}"
+    assert config.target.shape.hidden_size > 0
+
+
+@pytest.mark.parametrize("group", sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir()))
+def test_every_group_choice_composes(group: str) -> None:
+    if group == "experiment":
+        return
+    for choice in options(group):
+        extra = ["data.sources.0.path=p.jsonl"] if (group, choice) == ("data", "files") else []
+        compose_config(["+experiment=tiny", f"{group}={choice}", *extra])
+
+
+def test_experiments_hold_the_published_recipe() -> None:
+    config = compose_config(["+experiment=qwen3_8b"])
+    assert (config.drafter.block_size, config.drafter.num_layers, config.drafter.markov_rank) == (7, 5, 256)
+    assert config.target.feature_layers == [1, 9, 17, 25, 33]
+    assert config.target.mask_token_id == 151669
+    assert (config.optimizer.lr, config.optimizer.warmup_ratio, config.optimizer.weight_decay) == (6e-4, 0.04, 0.0)
+    assert (config.trainer.global_batch_size, config.trainer.epochs, config.trainer.num_anchors) == (512, 10, 512)
+    assert (config.objective.ce_weight, config.objective.tv_weight, config.objective.confidence_weight) == (0.1, 0.9, 1.0)
+    assert "train" == config.stages[0]
+    assert compose_config(["+experiment=qwen3_14b"]).target.feature_layers == [1, 10, 19, 28, 37]
+
+
+def test_command_line_beats_experiment_beats_budget() -> None:
+    assert compose_config(["+experiment=tiny"]).drafter.num_layers == 2
+    assert compose_config(["+experiment=tiny", "drafter.num_layers=3"]).drafter.num_layers == 3
+    assert compose_config(["+experiment=tiny", "budget=1h"]).trainer.num_anchors == 128
+
+
+def test_dflash_is_one_choice() -> None:
+    config = compose_config(["+experiment=tiny", "drafter=dflash"])
+    assert (config.drafter.algorithm, config.drafter.head, config.drafter.confidence_head) == ("dflash", "none", False)
+    assert (config.objective.ce_weight, config.objective.tv_weight) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("override, expected", [
+    ("drafter.blok_size=8", "drafter.block_size"),
+    ("+drafter.blok_size=8", "drafter.block_size"),
+    ("+optimizer.lrr=1", "optimizer.lr"),
+    ("trainer.lr=1", "optimizer.lr"),
+    ("lr=1", "optimizer.lr"),
+    ("targt=qwen3_8b", "target"),
+    ("target=qwen3_9b", "qwen3_8b"),
+    ("drafter.block_size=seven", "drafter.block_size"),
+    ("data.sources.0.cap=many", "data.sources.0.cap"),
+    ("~drafter", "removed"),
+    ("~optimizer.lr", "removed"),
+    ("run.name=out/step=100,loss=1.2", "quoted"),
+    ("experiment=tiny", "+experiment=tiny"),
+    ("trainer={epochz: 3}", "epochs"),
+])
+def test_mistakes_name_the_key_and_the_way_out(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+experiment=tiny", override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_experiment_lists_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="qwen3_8b"):
+        compose_config(["+experiment=qwen3_9b"])
+
+
+def test_no_experiment_lists_all() -> None:
+    with pytest.raises(ConfigError, match=r"\+experiment=tiny"):
+        compose_config([])
+
+
+def test_unknown_key_inside_an_experiment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    shutil.copytree(CONF_DIR, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\nrun: {name: typo}\noptimizer: {lrr: 1}\n")
+    monkeypatch.setattr(compose, "CONF_DIR", tmp_path / "conf")
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+experiment=typo"])
+    assert "optimizer.lrr" in str(caught.value) and "optimizer.lr'" in str(caught.value)
+
+
+def test_free_form_deepspeed_options_pass() -> None:
+    config = compose_config(["+experiment=tiny", "+engine.deepspeed.zero_optimization.reduce_bucket_size=1000"])
+    assert config.engine.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
+
+
+def test_local_rank_never_reaches_hydra() -> None:
+    for flag in ("--local_rank=0", "--local-rank=0"):
+        assert adapt_argv([flag, "+experiment=tiny"], {"LOCAL_RANK": "0"}) == ["+experiment=tiny"]
+    with pytest.raises(ConfigError, match="LOCAL_RANK=0"):
+        adapt_argv(["--local_rank=1"], {"LOCAL_RANK": "0"})
+
+
+def test_other_ranks_write_no_hydra_files() -> None:
+    assert "hydra.output_subdir=null" in adapt_argv(["+experiment=tiny"], {"RANK": "1"})
+    assert adapt_argv(["+experiment=tiny"], {"RANK": "0"}) == ["+experiment=tiny"]
+
+
+def test_multirun_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sweep"):
+        adapt_argv(["-m", "drafter.block_size=4,8"], {})
+
+
+def test_flags_and_overrides_are_told_apart() -> None:
+    assert split_argv(["--cfg", "job", "+experiment=tiny", "-cn", "x", "a=b"]) == (["+experiment=tiny", "a=b"], ["--cfg", "job", "-cn", "x"])
+
+
+def test_known_keys_cover_sections_and_leaves() -> None:
+    keys = set(known_keys())
+    assert {"drafter", "drafter.block_size", "target.shape.hidden_size", "plan"} <= keys
