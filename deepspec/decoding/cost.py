@@ -21,7 +21,7 @@ class ProfileCell:
     """One measured cell. A step of it verifies ``num_reqs * verify_tokens`` tokens; times in milliseconds.
 
     The percentiles are of the whole round: draft + verify + host. ``draft_ms``, ``verify_ms`` and ``host_ms`` are
-    medians of its parts; a round without drafting costs ``p50_ms - draft_ms``.
+    medians of its parts; a round without drafting costs ``verify_ms + host_ms``.
     """
 
     num_reqs: int
@@ -85,7 +85,7 @@ class CostTable:
         for requests in sorted(grid):
             row = [grid[requests][length] for length in sorted(grid[requests])]
             tokens.append(np.array([cell.verify_tokens for cell in row], dtype=np.float64))
-            seconds.append(np.maximum.accumulate([(cell.p50_ms - cell.draft_ms) / 1e3 for cell in row]))
+            seconds.append(np.maximum.accumulate([(cell.verify_ms + cell.host_ms) / 1e3 for cell in row]))
             draft.append(float(np.median([cell.draft_ms for cell in row])) / 1e3)
         refuse_flat(np.concatenate(seconds), "throughput profile")
         return cls(np.array(sorted(grid), dtype=np.float64), tuple(tokens), tuple(seconds), np.array(draft))

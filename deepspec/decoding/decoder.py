@@ -69,24 +69,24 @@ class SpeculativeDecoder:
         self.timings = DecodeTimings()
         if not waiting:
             return
-        slots = min(self.batch_size, len(waiting))
-        self._rows: list[Optional[Row]] = [None] * slots
         longest = max(len(request.prompt_ids) for request in waiting) + self.max_new_tokens
-        self._cache = self.target.new_cache(slots, min(longest, 512))
-        self._drafts = None
-        if self.drafter is not None:
-            self._drafts = DraftState(self.drafter, slots, tokenizer_size=self.target.tokenizer_size,
-                                      capacity=min(longest, 512))
-        if self.scheduler is not None:
-            self.scheduler.reset()
+        self._open(min(self.batch_size, len(waiting)), min(longest, 512))
         while waiting or any(row is not None for row in self._rows):
             self._admit(waiting)
-            began = time.perf_counter()
             finished = self._round()
-            self.timings.total_seconds += time.perf_counter() - began
             if on_round is not None:
                 on_round(self.timings)
             yield from finished
+
+    def _open(self, slots: int, capacity: int) -> None:
+        """Empty rows and caches; they grow beyond ``capacity`` tokens when a row needs it."""
+        self._rows: list[Optional[Row]] = [None] * slots
+        self._cache = self.target.new_cache(slots, capacity)
+        self._drafts = None
+        if self.drafter is not None:
+            self._drafts = DraftState(self.drafter, slots, tokenizer_size=self.target.tokenizer_size, capacity=capacity)
+        if self.scheduler is not None:
+            self.scheduler.reset()
 
     def _check(self, requests: Sequence[DecodeRequest]) -> None:
         seen: set[str] = set()
@@ -120,17 +120,20 @@ class SpeculativeDecoder:
         drafts = {} if proposal is None else dict(zip(proposal.rows, proposal.ids.tolist()))
         hidden, features = self._forward(step, drafts)
         outcome = self._verify(step, proposal, hidden)
+        verified = self._clock()
         kept = self._keep(step, drafts, outcome, features)
         self._log(step, kept, outcome, proposal)
         if self.scheduler is not None and survival is not None and proposal is not None:
             settled = [kept[slot] for slot in proposal.rows]
             self.scheduler.observe(survival, np.array([item.known for item in settled]),
                                    np.array([item.accepted for item in settled]))
+        finished = self._collect()
         self.timings.draft_seconds += drafted - began
-        self.timings.verify_seconds += self._clock() - drafted
+        self.timings.verify_seconds += verified - drafted
+        self.timings.total_seconds += self._clock() - began
         self.timings.steps += 1
         self.timings.draft_steps += proposal is not None
-        return self._collect()
+        return finished
 
     def _propose(self) -> Optional[DraftProposal]:
         """Drafts of all rows that can draft, None in rounds without drafting."""

@@ -76,9 +76,9 @@ class DraftProposal:
 class DecodeTimings:
     """Where the time of one ``decode`` call went (s), and what it bought. Updated after every step."""
 
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    total_seconds: float = 0.0
+    draft_seconds: float = 0.0  # proposals and the choice of lengths
+    verify_seconds: float = 0.0  # forward passes of the target and the acceptance rule
+    total_seconds: float = 0.0  # all rounds; what the two above leave is bookkeeping on the host
     tokens: int = 0  # generated tokens, prefill's included
     steps: int = 0  # forward passes of the target
     draft_steps: int = 0  # of these, with a proposal
