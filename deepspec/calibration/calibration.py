@@ -55,6 +55,8 @@ class Calibration:
     samples_per_position: tuple[int, ...] = ()  # blocks of the fit split that reached the position
     positions_without_data: tuple[int, ...] = ()  # 1-based; their temperature stayed 1
     positions_at_grid_edge: tuple[int, ...] = ()
+    refit_fraction: float = 0.0  # with ``fit_fraction``, what ``split_conversations`` cut the records by
+    fit_fraction: float = 0.5
     confidence_head: str = "joint"  # joint | refit
     sampling_temperature: float = 1.0
     verdict: str = ""
@@ -197,5 +199,6 @@ def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fr
         samples_per_position=fit.samples, positions_without_data=fit.positions_without_data,
         positions_at_grid_edge=fit.positions_at_grid_edge, confidence_head=records.origin.confidence_head,
         sampling_temperature=records.origin.sampling_temperature, fingerprint=fingerprint,
+        refit_fraction=refit_fraction, fit_fraction=config.fit_fraction,
         verdict=_verdict(measured["ece_before"], measured["ece_after"], measured["ece_noise_floor"]), **measured,
     )

@@ -7,8 +7,8 @@ from typing import Any, Mapping
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from deepspec.artifacts import atomic_write_bytes, read_manifest, sha256_file
@@ -24,6 +24,12 @@ WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"  # [1,
 def head_from_tensors(tensors: Mapping[str, Tensor]) -> LinearHead:
     """The linear head among a drafter's tensors, in float32."""
     return LinearHead(tensors[WEIGHT].detach().float().cpu().numpy()[0], float(tensors[BIAS].detach().float()[0]))
+
+
+def read_head(path: str | PathLike[str]) -> dict[str, Tensor]:
+    """The confidence head's tensors of a safetensors file; nothing else of it is read."""
+    with safe_open(path, framework="pt") as stored:
+        return {name: stored.get_tensor(name) for name in (WEIGHT, BIAS)}
 
 
 def set_head(drafter: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -65,8 +71,7 @@ def load_confidence(run_dir: str | PathLike[str], drafter: Any, drafter_sha256: 
         raise InputRefused(f"{path} is missing or is not what the confidence stage wrote. Make it again with "
                            "launch/fit_confidence.py.")
     try:
-        tensors = load_file(path)
-        set_head(drafter, tensors)
+        set_head(drafter, read_head(path))
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise InputRefused(f"{path} does not fit this drafter ({error}). Make it again with "
                            "launch/fit_confidence.py.") from None

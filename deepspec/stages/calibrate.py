@@ -6,7 +6,8 @@ from deepspec import distributed
 from deepspec.calibration import Calibration, ConfidenceRecords, calibrate
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config, draft_length
-from deepspec.training.checkpoint import drafter_sha256, latest
+from deepspec.training.checkpoint import drafter_sha256
+from deepspec.training.session import chosen_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def run(config: Config) -> None:
     directory = run_dir(config)
     records = ConfidenceRecords.load(
         directory / "confidence" / "records.npz", block_length=draft_length(config.drafter),
-        drafter_sha256=drafter_sha256(latest(directory)), sampling_temperature=config.confidence.temperature,
+        drafter_sha256=drafter_sha256(chosen_checkpoint(config)), sampling_temperature=config.confidence.temperature,
     )
     refit_fraction = config.confidence.refit_fraction if config.confidence.refit else 0.0
     result = calibrate(records, config.calibration, refit_fraction=refit_fraction, seed=config.run.seed)

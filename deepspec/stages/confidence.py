@@ -17,7 +17,7 @@ from deepspec.calibration import (
     survival_probability,
 )
 from deepspec.calibration.calibration import cumulative_ece
-from deepspec.calibration.head import BIAS, CONFIDENCE_DIR, HEAD_FILE, WEIGHT, head_from_tensors, save_head, set_head
+from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tensors, read_head, save_head, set_head
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
 from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import Config
@@ -26,8 +26,8 @@ from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest, DecodeResult
 from deepspec.errors import InputRefused
 from deepspec.targets.sampling import Sampling
-from deepspec.training.checkpoint import drafter_sha256, latest, load_tensors
-from deepspec.training.session import load_run
+from deepspec.training.checkpoint import MODEL
+from deepspec.training.session import RunSession, load_run
 
 log = logging.getLogger(__name__)
 RECORDS_FILE, SUMMARY_FILE = "records.npz", "summary.json"
@@ -101,15 +101,15 @@ def _groups(requests: list[DecodeRequest], size: int) -> Iterator[list[DecodeReq
     return (requests[start:start + size] for start in range(0, len(requests), size))
 
 
-def collect(config: Config, target: Any, drafter: Any, sha256: str) -> ConfidenceRecords:
+def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     """Decode held-out prompts with every draft token verified; prompts are shared out over the ranks.
 
     Whole groups of prompts are decoded until ``confidence.max_blocks`` is reached, because stopping in the middle of a
     group would keep its short answers only. Returns all ranks' records on rank 0, this rank's own elsewhere.
     """
-    options = config.confidence
+    options, target, drafter = config.confidence, session.target, session.drafter
     length = drafter.shape.draft_length
-    origin = RecordsOrigin(length, sha256, options.temperature, (1.0,) * length)
+    origin = RecordsOrigin(length, session.drafter_sha256, options.temperature, (1.0,) * length)
     sampling = Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET)
     decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
                                  max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
@@ -211,15 +211,13 @@ def run(config: Config) -> None:
         log.info("this drafter has no confidence head: nothing to fit")
         return
     started = time.perf_counter()
-    checkpoint = latest(run_dir(config))
-    sha256 = drafter_sha256(checkpoint)
-    target, drafter = load_run(config)
-    weights = load_tensors(checkpoint)["weights"]
-    set_head(drafter, {name: weights[name] for name in (WEIGHT, BIAS)})  # an earlier refit may have been put in place
-    records = collect(config, target, drafter, sha256)
-    if distributed.rank() != 0:
+    session = load_run(config)
+    joint = read_head(session.checkpoint / MODEL)
+    set_head(session.drafter, joint)  # an earlier refit may have been put in place
+    records = collect(config, session)
+    if distributed.rank() != 0 or records is None:
         return
-    records, result, summary = choose_head(records, head_from_tensors(weights), config)
+    records, result, summary = choose_head(records, head_from_tensors(joint), config)
     _write(config, records, result, summary | {"seconds": round(time.perf_counter() - started, 2)})
     _log_comparison(summary)
 

@@ -3,6 +3,7 @@
 import json
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from deepspec.config.paths import responses_dir
 from deepspec.config.schema import Config
 from deepspec.errors import InputRefused
 from deepspec.stages import calibrate, confidence
+from deepspec.training.session import RunSession
 from tests.unit.decoding.tiny import tiny_drafter, tiny_target
 
 SHA = "c" * 64
@@ -25,14 +27,16 @@ SHA = "c" * 64
 @pytest.fixture
 def stage(monkeypatch):
     """The stages, with a session that hands out the tiny pair and a checkpoint of the drafter's own weights."""
-    pair = (tiny_target(), tiny_drafter(tiny_target()))
-    weights = {name: tensor.clone() for name, tensor in pair[1].state_dict().items()}
-    monkeypatch.setattr(confidence, "load_run", lambda config: pair)
-    for module in (confidence, calibrate):
-        monkeypatch.setattr(module, "latest", lambda run_dir: run_dir / "checkpoints" / "step-1")
-        monkeypatch.setattr(module, "drafter_sha256", lambda checkpoint: SHA)
-    monkeypatch.setattr(confidence, "load_tensors", lambda checkpoint: {"weights": weights})
-    return types.SimpleNamespace(confidence=confidence, calibrate=calibrate, drafter=pair[1], weights=weights)
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    session = RunSession(target, drafter, Path("step-1"), drafter.shared, SHA, 1)
+    monkeypatch.setattr(confidence, "load_run", lambda config: session)
+    monkeypatch.setattr(calibrate, "chosen_checkpoint", lambda config: Path("step-1"))
+    monkeypatch.setattr(calibrate, "drafter_sha256", lambda checkpoint: SHA)
+    monkeypatch.setattr(confidence, "read_head", lambda path: weights)
+    return types.SimpleNamespace(confidence=confidence, calibrate=calibrate, drafter=drafter, session=session,
+                                 weights=weights)
 
 
 @pytest.fixture
@@ -121,7 +125,7 @@ def test_cut_at_a_drafted_end_token_does_not_depend_on_the_outcome(stage):
 
 
 def test_records_agree_with_the_drafter(stage, config):
-    records = stage.confidence.collect(config, *stage.confidence.load_run(config), SHA)
+    records = stage.confidence.collect(config, stage.session)
     assert len(records) > 50 and set(records.domain) == {"math", "chat"} and len(set(records.conversation)) <= 24
     assert records.inputs.shape == (len(records), 4, 72) and records.inputs.dtype == np.float16
     logits = head_from_tensors(stage.weights).logits(records.inputs)
@@ -164,7 +168,7 @@ def test_limits_on_prompts_and_blocks(stage, config):
     requests = stage.confidence.held_out_requests(config)
     assert len(requests) == 6 and sum(request.domain == "math" for request in requests) == 3
     config.confidence.max_prompts, config.confidence.batch_size, config.confidence.max_blocks = None, 2, 1
-    records = stage.confidence.collect(config, *stage.confidence.load_run(config), SHA)
+    records = stage.confidence.collect(config, stage.session)
     assert len(set(records.conversation)) <= 4
 
 
