@@ -23,6 +23,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_main() -> bool:
+    """Whether this is global rank 0, which writes files and shows progress."""
+    return rank() == 0
+
+
 def device() -> torch.device:
     """The accelerator of this local rank, or the CPU."""
     return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
@@ -83,6 +88,15 @@ def all_reduce_sum(values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device())
     torch.distributed.all_reduce(tensor)
     return tensor.tolist()
+
+
+def all_reduce_max(value: float) -> float:
+    """Largest ``value`` of all ranks."""
+    if world_size() == 1 or not torch.distributed.is_initialized():
+        return float(value)
+    tensor = torch.tensor([value], dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return float(tensor)
 
 
 def broadcast_object(value: object, source: int = 0) -> object:

@@ -1,0 +1,185 @@
+"""Checkpoints: where they lie, which one a resume means, and how one is read (``saving.py`` writes them).
+
+``checkpoints/step-N/``: ``drafter/`` (config.json, model.safetensors with the trainable tensors in fp32), ``engine/``
+(optimizer moments, fp32), ``state.json`` (where the loop stands and what the run means), ``manifest.json``.
+"""
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from deepspec.artifacts import read_manifest, sha256_file
+from deepspec.drafters.config import shape_from_config
+from deepspec.drafters.registry import build_drafter
+from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.errors import InputRefused
+from deepspec.training.state import MOMENTS
+
+logger = logging.getLogger(__name__)
+MODEL = "drafter/model.safetensors"
+CONFIG = "drafter/config.json"
+OPTIMIZER = "engine/optimizer.safetensors"
+STATE = "state.json"
+PRODUCER = "train"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything the loop changes. Data order, anchors and learning rate are functions of it and of the seed."""
+
+    step: int  # optimizer steps done, skipped ones included
+    epoch: int  # of the last step
+    samples: int  # seen so far
+    skipped_steps: int
+    adam_step: int  # updates applied
+    world_size: int
+    zero_stage: int
+    identity: dict[str, Any]  # what the run means; a resume that differs is refused
+    tracking_id: Optional[str] = None
+
+
+def directory(run_dir: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(run_dir) / "checkpoints"
+
+
+def complete_tags(run_dir: Path) -> list[str]:
+    """Names of the whole checkpoints of a run, oldest first."""
+    found = []
+    for path in directory(run_dir).glob("step-*"):
+        number = path.name.removeprefix("step-")
+        manifest = read_manifest(path) if number.isdigit() and path.is_dir() else None
+        if manifest is not None and manifest.status == "complete":
+            found.append((int(number), path.name))
+    return [name for _, name in sorted(found)]
+
+
+def find_latest(run_dir: Path) -> Optional[Path]:
+    """The checkpoint ``latest`` names, None when the run has none. Raises InputRefused when it names a missing one."""
+    pointer = directory(run_dir) / "latest"
+    tags = complete_tags(run_dir)
+    if not pointer.is_file():
+        # The rename came through but the pointer did not: the newest whole checkpoint is the right one.
+        return directory(run_dir) / tags[-1] if tags else None
+    name = pointer.read_text(encoding="utf-8").strip()
+    if name not in tags:
+        raise InputRefused(
+            f"{pointer} names {name!r}, which is not a complete checkpoint. {_existing(run_dir)} Write one of these "
+            "names into that file, or start over with trainer.resume=never."
+        )
+    return directory(run_dir) / name
+
+
+def latest(run_dir: Path) -> Path:
+    """The last complete checkpoint of a run. Raises InputRefused when there is none."""
+    found = find_latest(run_dir)
+    if found is None:
+        raise InputRefused(
+            f"No checkpoint found in {directory(run_dir)}. Train first: deepspeed launch/train_drafter.py")
+    return found
+
+
+def resolve_resume(resume: str, run_dir: Path) -> Optional[Path]:
+    """The checkpoint that ``trainer.resume`` means: auto | never | a folder (a checkpoint, or a run's directory).
+
+    None is a fresh start, which ``auto`` announces. A folder that holds no complete checkpoint raises InputRefused.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = find_latest(run_dir)
+        if found is None:
+            logger.info("resume=auto: no checkpoint found in %s, starting fresh", directory(run_dir))
+        return found
+    path = Path(resume)
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is not None and manifest.producer == PRODUCER and manifest.status == "complete":
+        return path
+    owner = path.parent if path.name == "checkpoints" else path
+    if directory(owner).is_dir():
+        return latest(owner)
+    where = path.parent.parent if path.parent.name == "checkpoints" else run_dir
+    raise InputRefused(f"trainer.resume={resume} is not a complete checkpoint. {_existing(where)}")
+
+
+def _existing(run_dir: Path) -> str:
+    tags = complete_tags(run_dir)
+    return f"Complete ones in {directory(run_dir)}: {', '.join(tags)}." if tags else f"{directory(run_dir)} has none."
+
+
+def read_state(checkpoint_dir: Path) -> TrainState:
+    """``state.json`` of a checkpoint. Raises InputRefused when it is missing or lacks a field."""
+    values = _read_json(Path(checkpoint_dir) / STATE)
+    missing = [f.name for f in fields(TrainState) if f.name not in values]
+    if missing:
+        raise InputRefused(
+            f"{Path(checkpoint_dir) / STATE} lacks {', '.join(missing)}. Resume from another checkpoint.")
+    return TrainState(**{f.name: values[f.name] for f in fields(TrainState)})
+
+
+def read_shape(checkpoint_dir: Path) -> DrafterShape:
+    """Shape of the drafter in a checkpoint, as its config.json records it."""
+    return shape_from_config(_read_json(Path(checkpoint_dir) / CONFIG))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputRefused(f"{path} cannot be read ({error}). Resume from another checkpoint.") from None
+
+
+def load_tensors(checkpoint_dir: Path) -> dict[str, dict[str, Tensor]]:
+    """Weights and moments by parameter name, fp32 on the CPU, as ``state.gather`` returned them."""
+    moments = _load(Path(checkpoint_dir) / OPTIMIZER)
+    state = {key: {name.removeprefix(f"{key}."): value for name, value in moments.items() if name.startswith(f"{key}.")}
+             for key in MOMENTS}
+    return {"weights": _load(Path(checkpoint_dir) / MODEL), **state}
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputRefused(f"{path} cannot be read ({error}). Use another checkpoint.") from None
+
+
+def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Refuse any missing, unknown, empty or misshapen tensor; nothing is ever left at its initial value silently."""
+    expected = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}" for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        raise InputRefused(f"{where} does not fit its drafter: {'; '.join(problems[:5])}. Use another checkpoint.")
+
+
+def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
+    """Copy a checkpoint's weights into a drafter that no engine has wrapped yet, after ``check_tensors``."""
+    path = Path(checkpoint_dir) / MODEL
+    tensors = _load(path)
+    check_tensors(drafter, tensors, path)
+    for name, parameter in drafter.named_parameters():
+        if name in tensors:
+            parameter.data.copy_(tensors[name])
+
+
+def load_drafter(checkpoint_dir: Path, shared: SharedWeights) -> nn.Module:
+    """The trained drafter in eval mode, fp32, on the device of the target's weights."""
+    drafter = build_drafter(read_shape(checkpoint_dir), shared)
+    load_weights(drafter, checkpoint_dir)
+    return drafter.to(shared.embed.device).eval()
+
+
+def drafter_sha256(checkpoint_dir: Path) -> str:
+    """SHA-256 of the weights' file: what calibration and profiles say they belong to."""
+    return sha256_file(Path(checkpoint_dir) / MODEL)

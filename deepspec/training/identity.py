@@ -1,0 +1,45 @@
+"""What a run means. A resume that would silently continue as another run is refused by the names of what differs."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Mapping
+
+from deepspec.config.schema import Config
+from deepspec.drafters.types import DrafterShape
+from deepspec.errors import InputRefused
+
+# How the loss is computed, not what it is.
+_NOT_MEANING = {"implementation", "chunk_megabytes"}
+
+
+def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str) -> dict[str, Any]:
+    """Flat, JSON-able: everything that decides the weights except where and how fast they are computed.
+
+    ``target`` and ``data`` are fingerprints. World size, ZeRO stage, micro-batch and the number of steps are free.
+    """
+    objective = {key: value for key, value in asdict(config.objective).items() if key not in _NOT_MEANING}
+    trainer = {key: getattr(config.trainer, key) for key in ("global_batch_size", "num_anchors", "precision")}
+    values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": config.run.seed}
+    for prefix, part in (("drafter", asdict(shape)), ("objective", objective), ("trainer", trainer),
+                         ("optimizer", asdict(config.optimizer))):
+        values |= {f"{prefix}.{key}": _plain(value) for key, value in part.items()}
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def require_same(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raises InputRefused naming every key whose value differs, with both values."""
+    different = [
+        f"{key}: {saved.get(key)!r} in the checkpoint, {current.get(key)!r} now"
+        for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+    ]
+    if different:
+        raise InputRefused(
+            f"{checkpoint} belongs to another run: {'; '.join(different)}. Set these options back, start another run "
+            "(run.name=NAME), or start this one over with trainer.resume=never."
+        )

@@ -1,0 +1,161 @@
+"""One optimizer window as a rank sees it: its denominators first (cheap), then its packs one after the other.
+
+The denominators of the exact weighted mean are sums over the whole window, so they must be known before the first
+backward. They depend on loss masks alone, so no hidden state is held longer than its own micro-step.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import Iterator, Optional, Sequence
+
+import torch
+
+from deepspec import distributed
+from deepspec.config.schema import ObjectiveConfig, TrainerConfig
+from deepspec.data.anchors import build_blocks, sample_anchors
+from deepspec.data.batch import AnchorBlocks, Sample, TrainingBatch
+from deepspec.data.collate import collate
+from deepspec.data.order import MicroStep, micro_steps
+from deepspec.data.sources import FeatureSource
+from deepspec.drafters.types import DrafterShape
+from deepspec.objective import Denominators, window_weights
+
+
+def stand_in(shape: DrafterShape, dtype: torch.dtype = torch.float32) -> TrainingBatch:
+    """The smallest pack that runs every collective and has weight 0: one token, one block, nothing supervised."""
+    width = len(shape.feature_layers) * shape.target_hidden_size
+    return TrainingBatch(
+        sample_ids=(),
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        document_starts=(0, 1),
+        features=torch.zeros(1, width, dtype=dtype),
+        last_hidden=torch.zeros(1, shape.target_hidden_size, dtype=dtype),
+        blocks=_weightless_block(torch.zeros(1, dtype=torch.int64), shape.draft_length),
+    )
+
+
+def _weightless_block(first_id: torch.Tensor, draft_length: int) -> AnchorBlocks:
+    zero_1 = torch.zeros(1, dtype=torch.int64)
+    zeros_1k = torch.zeros(1, draft_length, dtype=torch.int64)
+    return AnchorBlocks(
+        anchor_rows=zero_1, context_starts=zero_1, anchor_positions=zero_1, anchor_ids=first_id, label_ids=zeros_1k,
+        previous_ids=torch.cat([first_id[:, None], zeros_1k[:, 1:]], dim=1), target_rows=zeros_1k,
+        mask=torch.zeros(1, draft_length, dtype=torch.bool),
+    )
+
+
+def never_empty(batch: TrainingBatch, draft_length: int) -> TrainingBatch:
+    """``batch``, or with one unsupervised block when it has none: every parameter then gets an exact zero gradient in
+    the same order as on the other ranks, which ZeRO's bucketed reductions rely on."""
+    if len(batch.blocks):
+        return batch
+    return replace(batch, blocks=_weightless_block(batch.input_ids[:1], draft_length))
+
+
+def to_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
+    """``batch`` with every tensor on ``device``."""
+    if device.type == "cpu":
+        return batch
+    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    blocks = {f.name: getattr(batch.blocks, f.name).to(device, non_blocking=True) for f in fields(batch.blocks)}
+    moved = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in moved.items()}
+    return TrainingBatch(**(moved | {"blocks": AnchorBlocks(**blocks)}))
+
+
+@dataclass(frozen=True)
+class Window:
+    """This rank's part of one optimizer step."""
+
+    epoch: int
+    indices: tuple[int, ...]  # of all ranks
+    steps: tuple[MicroStep, ...]  # of this rank; equally many on every rank
+
+
+class KnownMasks(Sequence[Sample]):
+    """Loss masks of a source that cannot give a sample without its hidden states; each is read once and kept.
+
+    The samples have their id, domain, length and mask, but no token ids.
+    """
+
+    def __init__(self, source: FeatureSource) -> None:
+        self._source = source
+        self._known: dict[int, Sample] = {}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        if index not in self._known:
+            sample = self._source.get([index])[0].sample
+            no_ids = torch.zeros((), dtype=torch.int64).expand(len(sample.loss_mask))
+            self._known[index] = Sample(sample.sample_id, sample.domain, no_ids, sample.loss_mask.cpu())
+        return self._known[index]
+
+
+class Packer:
+    """Turns windows into packs; anchors are drawn from (seed, epoch, sample id) and nothing else.
+
+    ``documents`` are the source's samples without hidden states, in the same order, where they are at hand.
+    ``num_workers`` above 0 loads one pack ahead in a thread; a source is never read by two threads at once.
+    """
+
+    def __init__(self, source: FeatureSource, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig,
+                 *, seed: int, num_workers: int = 0, documents: Optional[Sequence[Sample]] = None) -> None:
+        self.source, self.shape, self.trainer, self.objective = source, shape, trainer, objective
+        self.seed, self.num_workers = seed, num_workers
+        self._documents = KnownMasks(source) if documents is None else documents
+
+    def window(self, indices: Sequence[int], epoch: int) -> Window:
+        """Share of this rank in the window of ``indices``."""
+        steps = micro_steps(
+            list(indices), rank=distributed.rank(), world_size=distributed.world_size(),
+            micro_batch_size=self.trainer.micro_batch_size,
+        )
+        return Window(epoch, tuple(indices), tuple(steps))
+
+    def weights(self, window: Window) -> Denominators:
+        """Sums of loss weights of this rank's samples; add over ranks for the denominators."""
+        total = Denominators(0.0, 0.0, 0.0)
+        for step in window.steps:
+            if step.weightless:
+                continue
+            samples = [self._documents[index] for index in step.indices]
+            anchors = [
+                sample_anchors(sample.loss_mask, self.trainer.num_anchors, seed=self.seed, epoch=window.epoch,
+                               sample_id=sample.sample_id)
+                for sample in samples
+            ]
+            blocks = build_blocks(samples, anchors, self.shape.draft_length)
+            part = window_weights(blocks, self.objective, self.shape.draft_length)
+            total = Denominators(total.ce + part.ce, total.tv + part.tv, total.confidence + part.confidence)
+        return total
+
+    def packs(self, window: Window) -> Iterator[TrainingBatch]:
+        """The packs of this rank in order."""
+        if self.num_workers < 1:
+            yield from (self.pack(step, window.epoch) for step in window.steps)
+            return
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs") as pool:
+            ahead: Optional[Future[TrainingBatch]] = None
+            for position, step in enumerate(window.steps):
+                batch = self.pack(step, window.epoch) if ahead is None else ahead.result()
+                following = window.steps[position + 1:position + 2]
+                ahead = pool.submit(self.pack, following[0], window.epoch) if following else None
+                yield batch
+
+    def largest(self) -> TrainingBatch:
+        """The pack of the longest samples: the most memory a micro-step will ask for."""
+        lengths = [sample.length for sample in self.source.samples]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        return self.pack(MicroStep(tuple(order[-self.trainer.micro_batch_size:])), epoch=0)
+
+    def pack(self, step: MicroStep, epoch: int) -> TrainingBatch:
+        """One pack on the CPU (or where the source computes its features)."""
+        if step.weightless:
+            return stand_in(self.shape)
+        batch = collate(
+            self.source.get(list(step.indices)), num_anchors=self.trainer.num_anchors,
+            draft_length=self.shape.draft_length, seed=self.seed, epoch=epoch,
+        )
+        return never_empty(batch, self.shape.draft_length)

@@ -1,0 +1,67 @@
+"""Weights and optimizer moments as whole fp32 tensors by parameter name, gathered from and given to any ZeRO stage.
+
+Whole tensors instead of DeepSpeed's per-rank shards: a run resumes on any number of ranks and at any stage, nothing is
+unpickled, and the weights on disk are the drafter. Every function here is collective.
+"""
+
+from typing import Any, Mapping, Optional
+
+import torch
+from torch import Tensor
+
+from deepspec import distributed
+from deepspec.training.engine import named_trainable
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def gather(engine: Any) -> Optional[dict[str, dict[str, Tensor]]]:
+    """``{"weights" | moment: {name: fp32 CPU tensor}}`` on rank 0, None on the others."""
+    state: dict[str, dict[str, Tensor]] = {key: {} for key in ("weights", *MOMENTS)}
+    for name, parameter in named_trainable(engine):
+        for key, kept in state.items():
+            full = _read(engine, parameter, None if key == "weights" else key)
+            if distributed.rank() == 0:
+                # A copy: the optimizer goes on writing into the same storage.
+                kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
+            del full
+    return state if distributed.rank() == 0 else None
+
+
+def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Set masters and moments of a primed engine (``adam_step`` exists) from what ``gather`` returned."""
+    for name, parameter in named_trainable(engine):
+        for key, values in state.items():
+            _write(engine, parameter, None if key == "weights" else key, values[name])
+
+
+def adam_step(engine: Any) -> int:
+    """Updates applied so far, which AdamW's bias correction counts; skipped steps are not among them."""
+    states = list(engine.basic_optimizer.state.values())
+    return int(states[0]["step"]) if states else 0
+
+
+def set_adam_step(engine: Any, count: int) -> None:
+    """Tell AdamW that ``count`` updates were applied."""
+    for state in engine.basic_optimizer.state.values():
+        state["step"] = torch.full_like(state["step"], float(count))
+
+
+def _read(engine: Any, parameter: Tensor, key: Optional[str]) -> Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if engine.zero_optimization_stage() == 0:
+        return parameter if key is None else engine.basic_optimizer.state[parameter][key]
+    return safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+
+
+def _write(engine: Any, parameter: Tensor, key: Optional[str], value: Tensor) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    if engine.zero_optimization_stage() == 0:
+        with torch.no_grad():
+            (parameter if key is None else engine.basic_optimizer.state[parameter][key]).copy_(value)
+    elif key is None:
+        safe_set_full_fp32_param(parameter, value)
+    else:
+        safe_set_full_optimizer_state(parameter, value, key)

@@ -1,0 +1,213 @@
+"""The training loop: windows of samples in, a drafter in checkpoints and one row of metrics per step out."""
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Optional
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from deepspec import distributed
+from deepspec.config.schema import Config
+from deepspec.data.order import steps_per_epoch, windows
+from deepspec.errors import UserError
+from deepspec.tracking import Tracker
+from deepspec.training import checkpoint, saving, state
+from deepspec.training.engine import effective_stage, initialize
+from deepspec.training.identity import require_same
+from deepspec.training.memory import peak_bytes, release_free_pages
+from deepspec.training.metrics import METRICS, MetricsFile, objective_row, tracked
+from deepspec.training.module import TrainingModule
+from deepspec.training.packs import Packer, Window
+from deepspec.training.schedule import make_schedule
+from deepspec.training.signals import Requests
+from deepspec.training.step import StepResult, optimizer_step, prime, rehearse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How training ended."""
+
+    step: int
+    total_steps: int
+    stopped: bool  # asked to stop by a signal; the checkpoint is written
+    trained: bool  # false: the run was finished before, nothing was touched
+    row: Mapping[str, Any]  # metrics of the last step
+
+
+class DrafterTrainer:
+    """Trains ``drafter`` on the windows of ``packer``; continues from the checkpoint that ``trainer.resume`` means.
+
+    ``identity`` says what the run means (``identity.run_identity``). ``validate(engine, step)`` is called by all ranks
+    every ``validate_every`` steps and at the end.
+    """
+
+    def __init__(self, drafter: nn.Module, packer: Packer, config: Config, *, identity: Mapping[str, Any],
+                 tracker: Optional[Tracker] = None, validate: Optional[Callable[[Any, int], None]] = None) -> None:
+        self.config, self.packer, self.identity = config, packer, dict(identity)
+        self.run_dir = Path(config.run.dir)
+        self.tracker = tracker or Tracker()
+        self.validate = validate
+        self.metrics = MetricsFile(self.run_dir / METRICS)
+        self.step = self.samples = self.skipped_steps = self.epoch = 0
+        self.saved_at: Optional[int] = None
+        self.bad_in_a_row = 0
+        count = len(packer.source)
+        if count < 1:
+            raise UserError("There is no training sample. See the counts that responses and features printed.")
+        self.per_epoch = steps_per_epoch(count, config.trainer.global_batch_size)
+        self.total_steps = config.trainer.max_steps or config.trainer.epochs * self.per_epoch
+        self.schedule = make_schedule(self.total_steps, config.optimizer.warmup_ratio, config.optimizer.min_lr_ratio)
+        self._drafter = drafter
+        self.engine: Any = None
+
+    def run(self) -> TrainResult:
+        """Train to the last step, or to the end of the step in which SIGTERM arrives."""
+        found = checkpoint.resolve_resume(self.config.trainer.resume, self.run_dir)
+        if found is not None and checkpoint.read_state(found).step >= self.total_steps:
+            require_same(checkpoint.read_state(found).identity, self.identity, found)
+            logger.info("training is finished (step %d of %d in %s): nothing to do",
+                        checkpoint.read_state(found).step, self.total_steps, found)
+            return TrainResult(checkpoint.read_state(found).step, self.total_steps, False, False, {})
+        self._start(found)
+        row: dict[str, Any] = {}
+        stopped = False
+        with Requests() as requests, self._progress() as progress:
+            for window in self._windows():  # one optimizer step
+                started = time.perf_counter()
+                result = self._optimizer_step(window, requests)
+                row = self._row(result, time.perf_counter() - started)
+                if self._due(self.config.trainer.log_every) or self.step == self.total_steps:
+                    self._log(row)
+                if self._due(self.config.trainer.validate_every) and self.validate is not None:
+                    self.validate(self.engine, self.step)
+                if result.save or result.stop or self._due(self.config.trainer.save_every):
+                    self.save()
+                _show(progress, row)
+                release_free_pages()
+                if result.stop and self.step < self.total_steps:
+                    stopped = True
+                    break
+        if not stopped:
+            self.save()
+            if self.validate is not None and not self._due(self.config.trainer.validate_every):
+                self.validate(self.engine, self.step)
+        return TrainResult(self.step, self.total_steps, stopped, True, row)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one. Collective; a failure is raised on every rank."""
+        if self.saved_at == self.step:
+            return
+        trainer = self.config.trainer
+        tensors = state.gather(self.engine)
+        train_state = checkpoint.TrainState(
+            step=self.step, epoch=self.epoch, samples=self.samples, skipped_steps=self.skipped_steps,
+            adam_step=state.adam_step(self.engine), world_size=distributed.world_size(),
+            zero_stage=effective_stage(self.config.engine.zero_stage, trainer.precision),
+            identity=self.identity, tracking_id=self.tracker.id,
+        )
+        problem: Optional[str] = None
+        if tensors is not None:
+            try:
+                saving.save(self.run_dir, tensors, self.packer.shape, train_state, dataclasses.asdict(self.config),
+                            keep_last=trainer.keep_last)
+            except UserError as error:
+                problem = str(error)
+        del tensors
+        problem = distributed.broadcast_object(problem)
+        if problem is not None:
+            raise UserError(problem)
+        self.saved_at = self.step
+
+    def _start(self, found: Optional[Path]) -> None:
+        """Engine, optimizer state and counters: fresh, or as the checkpoint ``found`` has them."""
+        config = self.config
+        saved = None
+        if found is not None:
+            saved = checkpoint.read_state(found)
+            require_same(saved.identity, self.identity, found)
+            checkpoint.load_weights(self._drafter, found)
+        if distributed.is_main():
+            saving.remove_partial(self.run_dir)
+        module = TrainingModule(self._drafter, config.objective)
+        self.engine = initialize(module, config.trainer, config.optimizer, config.engine)
+        self.engine.train()
+        if torch.cuda.is_available():
+            rehearse(self.engine, self.packer)
+        prime(self.engine, self.packer.shape)
+        if saved is not None:
+            state.scatter(self.engine, checkpoint.load_tensors(found))
+            state.set_adam_step(self.engine, saved.adam_step)
+            self.step, self.epoch, self.samples = saved.step, saved.epoch, saved.samples
+            self.skipped_steps = saved.skipped_steps
+            # A checkpoint of another run's folder is where this one starts, not one of its own.
+            self.saved_at = saved.step if found.parent == checkpoint.directory(self.run_dir) else None
+            logger.info("resuming from %s: step %d of %d, written by %d ranks at ZeRO stage %d", found, saved.step,
+                        self.total_steps, saved.world_size, saved.zero_stage)
+        self.metrics.truncate(self.step)
+        distributed.barrier()
+
+    def _windows(self) -> Iterator[Window]:
+        """The windows that are left, in order; where they start follows from the step alone."""
+        count, size = len(self.packer.source), self.config.trainer.global_batch_size
+        epoch, order = -1, []
+        for position in range(self.step, self.total_steps):
+            if position // self.per_epoch != epoch:
+                epoch = position // self.per_epoch
+                order = windows(count, size, seed=self.packer.seed, epoch=epoch)
+            yield self.packer.window(order[position % self.per_epoch], epoch)
+
+    def _optimizer_step(self, window: Window, requests: Requests) -> StepResult:
+        rate = self.config.optimizer.lr * self.schedule.factor(self.step)
+        try:
+            result = optimizer_step(self.engine, self.packer, window, rate, requests)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"Rank {distributed.rank()} ran out of memory in step {self.step + 1}: {str(error).splitlines()[0]} "
+                "Lower trainer.micro_batch_size, trainer.num_anchors, data.max_length or objective.chunk_megabytes, "
+                "raise engine.zero_stage, or set trainer.activation_checkpointing=true; then start it again."
+            ) from None
+        self.step += 1
+        self.epoch = window.epoch
+        self.samples += len(window.indices)
+        self.skipped_steps += result.skipped
+        self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
+        if self.bad_in_a_row >= max(1, self.config.trainer.max_bad_steps):
+            raise UserError(
+                f"{self.bad_in_a_row} steps in a row had a loss or gradient that is not finite (last: step "
+                f"{self.step}); the warnings above name the samples. The last checkpoint is intact. Check their "
+                "features, or lower optimizer.lr, then run the same command again."
+            )
+        return result
+
+    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        return {
+            "step": self.step, "epoch": self.epoch, "samples": self.samples,
+            **objective_row(result.sums, self.config.objective),
+            "lr": self.config.optimizer.lr * self.schedule.factor(self.step - 1), "grad_norm": result.grad_norm,
+            "skipped_steps": self.skipped_steps, "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds, "peak_memory_bytes": 0,
+        }
+
+    def _log(self, row: dict[str, Any]) -> None:
+        row["peak_memory_bytes"] = int(distributed.all_reduce_max(peak_bytes()))
+        self.metrics.append(row)
+        self.tracker.log(tracked(row), self.step)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _progress(self) -> tqdm:
+        return tqdm(total=self.total_steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
+                    disable=not distributed.is_main() or not logger.isEnabledFor(logging.INFO), mininterval=1.0)
+
+
+def _show(progress: tqdm, row: Mapping[str, Any]) -> None:
+    progress.set_postfix(loss=f"{row['loss']:.4f}", acceptance=f"{row['acceptance_length_proxy']:.2f}", refresh=False)
+    progress.update()
