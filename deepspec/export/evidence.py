@@ -1,0 +1,78 @@
+"""What earlier stages measured about the drafter that leaves: calibration, profile, acceptance. Each may be absent."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from deepspec.decoding.cost import ProfileCell
+from deepspec.errors import InputRefused
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Results that go into card and bundle; ``absent`` says in words what is missing and why."""
+
+    calibration: Optional[dict[str, Any]] = None
+    evaluation: Optional[dict[str, Any]] = None
+    cells: tuple[ProfileCell, ...] = ()
+    sps: Optional[dict[str, Any]] = None
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def _read(path: Path) -> Optional[dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputRefused(f"{path} is not readable as JSON ({error}). Delete it and run its stage again.") from None
+
+
+def read_cells(path: Path) -> tuple[ProfileCell, ...]:
+    """The cells of records.jsonl; empty where there is none. Keys of later versions are ignored."""
+    if not path.is_file():
+        return ()
+    known = set(ProfileCell.__dataclass_fields__)
+    cells = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            if line.strip():
+                cells.append(ProfileCell(**{key: value for key, value in json.loads(line).items() if key in known}))
+        except (ValueError, TypeError) as error:
+            raise InputRefused(f"{path}:{number} is not a profile cell ({error}). Measure again with "
+                               "launch/profile_throughput.py.") from None
+    return tuple(cells)
+
+
+def _mismatch(values: dict[str, Any], accepted: tuple[str, ...]) -> Optional[str]:
+    """Why ``values`` are not about this drafter: a hash of another one."""
+    sha = values.get("drafter_sha256") or values.get("drafter")
+    if isinstance(sha, dict):
+        sha = sha.get("sha256")
+    looks_like_hash = isinstance(sha, str) and len(sha) == 64
+    return f"measured with another drafter ({sha[:12]})" if looks_like_hash and sha not in accepted else None
+
+
+def gather(run_dir: Path, accepted: tuple[str, ...], draft_length: int) -> Evidence:
+    """Read the run's results. ``accepted``: SHA-256 of the weights this export is made of.
+
+    A result that belongs to another drafter or another block size is left out, and ``absent`` says so.
+    """
+    absent: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    commands = {"calibration": "launch/calibrate.py", "evaluation": "launch/evaluate_drafter.py",
+                "profile": "launch/profile_throughput.py"}
+    files = {"calibration": "calibration.json", "evaluation": "evaluation.json", "profile": "profile/sps.json"}
+    for name, file in files.items():
+        values = _read(run_dir / file)
+        reason = f"not there; make it with {commands[name]}" if values is None else _mismatch(values, accepted)
+        if reason is None and values is not None and name == "calibration":
+            count = len(values.get("temperatures") or ())
+            reason = None if count == draft_length else f"it has {count} temperatures for {draft_length} draft tokens"
+        if reason is not None:
+            absent[name] = reason
+        elif values is not None:
+            found[name] = values
+    cells = () if "profile" in absent else read_cells(run_dir / "profile" / "records.jsonl")
+    return Evidence(found.get("calibration"), found.get("evaluation"), cells, found.get("profile"), absent)

@@ -1,0 +1,115 @@
+"""The DeepSpec checkpoint layout in numbers: required keys, tensor names and shapes. Needs no torch, so that a plan
+can count parameters with the very formulas that later gate an export.
+"""
+
+import math
+from typing import Any, Mapping
+
+FORMATS = ("deepspec", "speculators", "specforge", "zlab_dflash")
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")
+SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
+DOUBLED_KEYS = (
+    "block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+COMMON_KEYS = (
+    "architectures", "model_type", "dtype", "torch_dtype", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias",
+    "attention_dropout", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "block_size",
+    "num_target_layers", "target_hidden_size", "target_layer_ids", "mask_token_id", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "num_anchors", "dflash_config", "markov_rank",
+    "enable_confidence_head", "sample_from_anchor",
+)
+NULLABLE_KEYS = ("rope_scaling", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` is the 1+N DFlash layout (no Markov and no confidence tensors)."""
+    return list(config.get("architectures", [])) == [DFLASH_ARCHITECTURE]
+
+
+def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys of config.json that some loader reads and that therefore must be there, given the heads."""
+    keys = COMMON_KEYS
+    if config.get("markov_rank"):
+        keys += ("markov_head_type",)
+    if config.get("enable_confidence_head"):
+        keys += ("confidence_head_with_markov",)
+    return keys
+
+
+def speculative_tokens(config: Mapping[str, Any]) -> int:
+    """Draft tokens per round the drafter was trained for: block_size, or one less where slot 0 predicts nothing."""
+    return int(config["block_size"]) - (0 if config.get("sample_from_anchor", True) else 1)
+
+
+def _layer_tensors(config: Mapping[str, Any], index: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    prefix = f"layers.{index}."
+    tensors: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden), "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden), "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,),
+        "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.get("attention_bias"):
+        tensors |= {f"self_attn.{name}_proj.bias": (size,) for name, size in
+                    (("q", queries), ("k", keys), ("v", keys), ("o", hidden))}
+    return {prefix + name: shape for name, shape in tensors.items()}
+
+
+def _head_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, vocab, rank = config["hidden_size"], config["vocab_size"], config.get("markov_rank") or 0
+    tensors: dict[str, tuple[int, ...]] = {}
+    if rank:
+        tensors |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocab, rank)}
+        kind = config.get("markov_head_type")
+        if kind == "gated":
+            tensors |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+        if kind == "rnn":
+            tensors |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+                        "markov_head.joint_proj.bias": (3 * rank,)}
+    if config.get("enable_confidence_head"):
+        width = hidden + (rank if config.get("confidence_head_with_markov") else 0)
+        tensors |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return tensors
+
+
+def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what training changes (PEERS 2.1), from the keys of config.json."""
+    hidden = config["hidden_size"]
+    taps = len(config["target_layer_ids"])
+    width = config.get("target_hidden_size", hidden)
+    tensors: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * width), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        tensors |= _layer_tensors(config, index)
+    return tensors | _head_tensors(config)
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a whole checkpoint: what training changes, and the copies of the target's two matrices."""
+    shape = (config["vocab_size"], config["hidden_size"])
+    return {name: shape for name in SHARED_TENSORS} | trainable_tensors(config)
+
+
+def count(tensors: Mapping[str, tuple[int, ...]]) -> int:
+    """Number of elements of all ``tensors``."""
+    return sum(math.prod(shape) for shape in tensors.values())
+
+
+def breakdown(config: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters by part: fc, layers, norms, head, confidence (trainable) and frozen copies."""
+    parts = {"fc": 0, "layers": 0, "norms": 0, "head": 0, "confidence": 0}
+    for name, shape in trainable_tensors(config).items():
+        part = {"fc": "fc", "layers": "layers", "markov_head": "head", "confidence_head": "confidence"}.get(
+            name.split(".")[0], "norms")
+        parts[part] += math.prod(shape)
+    return parts | {"frozen": 2 * config["vocab_size"] * config["hidden_size"]}

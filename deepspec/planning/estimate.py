@@ -1,0 +1,136 @@
+"""What a run would do and need: parameters, memory, disk, time, stages. No GPU, no hub, no torch."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspec import artifacts
+from deepspec.config import paths
+from deepspec.config.schema import STAGES, Config
+from deepspec.planning import memory, work
+from deepspec.planning.sizes import ParameterCount, count_parameters
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: where its output lies and whether it would run."""
+
+    name: str
+    directory: str
+    present: bool  # a finished output is there; the stage itself compares its inputs before it skips
+    requested: bool
+
+    @property
+    def verdict(self) -> str:
+        """One word for the table."""
+        if not self.requested:
+            return "not asked for"
+        return "skip if inputs are unchanged" if self.present else "run"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Free bytes where something is to be written."""
+
+    path: str
+    free: int
+    need: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything ``render`` prints."""
+
+    run: str
+    target: str
+    parameters: ParameterCount
+    states: tuple[memory.StateBytes, ...]
+    step: memory.StepBytes
+    workload: work.Workload
+    flops: dict[str, float]
+    hours: dict[str, dict[str, float]]  # accelerator -> stage -> device hours
+    ranks: int
+    zero_stage: int
+    stages: tuple[StagePlan, ...]
+    disks: tuple[Disk, ...]
+
+
+def stage_output(config: Config, stage: str) -> Path:
+    """Directory or file that holds the result of ``stage``."""
+    run = paths.run_dir(config)
+    data = {"prompts": paths.prompts_dir, "responses": paths.responses_dir, "features": paths.features_dir}
+    if stage in data:
+        return data[stage](config)
+    return run / {
+        "train": "checkpoints", "confidence": "confidence", "calibrate": "calibration.json", "profile": "profile",
+        "evaluate": "evaluation.json", "export": "export", "report": "report.html",
+    }[stage]
+
+
+def is_present(config: Config, stage: str) -> bool:
+    """Whether a finished output of ``stage`` exists (inputs are compared by the stage itself)."""
+    path = stage_output(config, stage)
+    if stage == "train":
+        return (path / "latest").is_file()
+    if path.suffix:
+        return path.is_file()
+    manifest = artifacts.read_manifest(path)
+    return manifest is not None and manifest.status == "complete"
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that ``path`` is or would be on."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def plan_stages(config: Config) -> tuple[StagePlan, ...]:
+    """All stages in order."""
+    return tuple(
+        StagePlan(name, str(stage_output(config, name)), is_present(config, name), name in config.stages)
+        for name in STAGES
+    )
+
+
+def needed_disk(config: Config, workload: work.Workload, stages: tuple[StagePlan, ...]) -> tuple[Disk, ...]:
+    """Need against free, for the data root and for the run directory, counting only stages that would run."""
+    due = {stage.name for stage in stages if stage.requested and not stage.present}
+    data = workload.cache_bytes if "features" in due else 0
+    run = (workload.checkpoint_bytes if "train" in due else 0) + (workload.export_bytes if "export" in due else 0)
+    root = Path(config.run.data_root)
+    return (Disk(str(root), free_bytes(root), data), Disk(config.run.dir, free_bytes(Path(config.run.dir)), run))
+
+
+def accelerator_hours(flops: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Device hours of each heavy stage for the named accelerators and for this CPU."""
+    table = {
+        name: {stage: work.hours(amount, peak, work.UTILISATION[stage]) for stage, amount in flops.items()}
+        for name, peak in work.PEAK_TFLOPS.items()
+    }
+    rate = work.CPU_TFLOPS_PER_CORE * work.cores()
+    table[work.cpu_name()] = {
+        stage: work.hours(amount, rate, work.CPU_UTILISATION[stage]) for stage, amount in flops.items()
+    }
+    return table
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of ``config``, from its options and from what is on disk."""
+    parameters = count_parameters(config)
+    workload = work.workload(config, parameters)
+    flops = work.stage_flops(config, parameters, workload)
+    stages = plan_stages(config)
+    states = tuple(
+        memory.state_bytes(parameters.trainable, config.trainer.precision, stage, ranks)
+        for stage in memory.ZERO_STAGES for ranks in memory.RANK_COUNTS
+    )
+    return Plan(
+        run=config.run.name, target=config.target.name, parameters=parameters, states=states,
+        step=memory.step_bytes(config, parameters, workload.tokens_per_sample), workload=workload, flops=flops,
+        hours=accelerator_hours(flops),
+        ranks=int(os.environ.get("WORLD_SIZE", "1")), zero_stage=config.engine.zero_stage, stages=stages,
+        disks=needed_disk(config, workload, stages),
+    )

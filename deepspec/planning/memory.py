@@ -1,0 +1,90 @@
+"""Bytes per rank of training the drafter: parameters, gradients, optimizer, activations, objective."""
+
+from dataclasses import dataclass
+
+from deepspec.config.schema import Config, draft_length
+from deepspec.planning.sizes import ParameterCount
+
+ZERO_STAGES = (0, 1, 2, 3)
+RANK_COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank that live through the whole training."""
+
+    zero_stage: int
+    ranks: int
+    parameters: int
+    gradients: int
+    optimizer: int  # fp32 masters (bf16 training) and the two Adam moments
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one rank that do not depend on the ZeRO stage."""
+
+    frozen: int  # the target's embedding and LM head
+    target: int  # the whole target, online features only
+    batch: int  # features and last hidden states of one micro-batch
+    activations: int  # what the backward pass keeps
+    objective: int  # one chunk of logits and the gradient of the block states
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.frozen + self.target + self.batch + self.activations + self.objective
+
+
+def state_bytes(trainable: int, precision: str, zero_stage: int, ranks: int) -> StateBytes:
+    """Model state of one rank: the optimizer is split from ZeRO stage 1, gradients from 2, parameters at 3.
+
+    bf16 training keeps 2 B of parameter, 4 B of accumulated gradient, 4 B of master and 8 B of moments per element;
+    fp32 training 4, 4 and 8 B.
+    """
+    parameter, gradient, optimizer = (2, 4, 12) if precision == "bf16" else (4, 4, 8)
+
+    def share(size: int, from_stage: int) -> int:
+        return -(-trainable // ranks) * size if zero_stage >= from_stage else trainable * size
+
+    return StateBytes(zero_stage, ranks, share(parameter, 3), share(gradient, 2), share(optimizer, 1))
+
+
+def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int:
+    """What backward keeps for ``tokens`` context tokens and ``slots`` block slots, elements of ``width`` bytes.
+
+    A block slot keeps the inputs of every matmul and norm of a layer; a context token only its keys and values.
+    """
+    shape, drafter = config.target.shape, config.drafter
+    hidden = shape.hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    inner = drafter.intermediate_size or shape.intermediate_size
+    slot = 4 * hidden + 3 * queries + 4 * keys + 3 * inner
+    if config.trainer.activation_checkpointing:
+        slot = hidden + slot // max(1, drafter.num_layers)
+    layers = drafter.num_layers * (slots * slot + tokens * 4 * keys)
+    ends = tokens * 2 * hidden + slots * 3 * hidden
+    return (layers + ends) * width
+
+
+def step_bytes(config: Config, parameters: ParameterCount, tokens_per_sample: int) -> StepBytes:
+    """Everything of one rank besides model state, for a micro-batch of samples of the expected length."""
+    width = 2 if config.trainer.precision == "bf16" else 4
+    hidden, taps = config.target.shape.hidden_size, len(config.target.feature_layers)
+    tokens = config.trainer.micro_batch_size * tokens_per_sample
+    anchors = min(config.trainer.num_anchors, tokens_per_sample) * config.trainer.micro_batch_size
+    slots = anchors * config.drafter.block_size
+    target_width = 2 if config.target.dtype == "bfloat16" else 4
+    online = parameters.target * target_width if config.features.mode == "online" else 0
+    chunk = config.objective.chunk_megabytes * 2**20
+    states = anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)
+    return StepBytes(
+        frozen=0 if online else parameters.frozen * target_width, target=online,
+        batch=tokens * (taps + 1) * hidden * width,
+        activations=activation_bytes(config, tokens, slots, width), objective=chunk + states,
+    )

