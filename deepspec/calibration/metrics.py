@@ -8,12 +8,12 @@ Floats = NDArray[np.float64]
 
 def sigmoid(logits: ArrayLike) -> Floats:
     """``1 / (1 + exp(-x))`` in float64 without overflow at any finite logit."""
-    return 0.5 * (1.0 + np.tanh(0.5 * np.asarray(logits, dtype=np.float64)))
+    return np.asarray(0.5 + 0.5 * np.tanh(np.asarray(logits, dtype=np.float64) / 2.0), dtype=np.float64)
 
 
 def survival_probability(confidence: ArrayLike) -> Floats:
     """Prefix survival ``a_{r,j} = prod_{i<=j} c_{r,i}`` (Sec. 3.2.2); [R, K] -> [R, K] float64, also [K] -> [K]."""
-    return np.cumprod(np.asarray(confidence, dtype=np.float64), axis=-1)
+    return np.cumprod(np.asarray(confidence, dtype=np.float64), axis=-1, dtype=np.float64)
 
 
 def _bins(predicted: Floats, num_bins: int) -> NDArray[np.int64]:

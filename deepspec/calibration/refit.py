@@ -46,16 +46,21 @@ class RefitResult:
     validation_rows: int
 
 
-def _cross_entropy(logits: Floats, rate: Floats) -> float:
-    logits = logits.astype(np.float64)
-    return float((np.logaddexp(0.0, logits) - rate * logits).mean())
+def _cross_entropy(logits: NDArray[np.float32], rate: Floats) -> float:
+    exact = logits.astype(np.float64)
+    return float((np.logaddexp(0.0, exact) - rate * exact).mean())
+
+
+def _inputs(records: ConfidenceRecords) -> NDArray[np.float16]:
+    if records.inputs is None:
+        raise ValueError("the refit needs records with inputs; they are only kept while the confidence stage runs")
+    return records.inputs
 
 
 def _rows(records: ConfidenceRecords) -> tuple[NDArray[np.float16], Floats]:
     """Inputs [n, F] and analytic rates [n] of the positions that were reached (the condition of Eq. 7)."""
-    assert records.inputs is not None
     mask = records.reached & np.isfinite(records.analytic_rate)
-    return records.inputs[mask], np.clip(records.analytic_rate[mask].astype(np.float64), 0.0, 1.0)
+    return _inputs(records)[mask], np.clip(records.analytic_rate[mask].astype(np.float64), 0.0, 1.0)
 
 
 def outcome_brier(records: ConfidenceRecords, logits: NDArray[np.float32]) -> float:
@@ -122,8 +127,8 @@ def refit_head(records: ConfidenceRecords, start: LinearHead, *, epochs: int, lr
     if not len(rate) or not len(held_rate):
         return RefitResult(start, "joint", 0, (), float("nan"), float("nan"), len(rate), len(held_rate))
     head, losses = fit_head(inputs, rate, (held_inputs, held_rate), start, epochs=epochs, lr=lr, seed=seed)
-    before = outcome_brier(validation, start.logits(validation.inputs))
-    after = outcome_brier(validation, head.logits(validation.inputs))
+    before = outcome_brier(validation, start.logits(_inputs(validation)))
+    after = outcome_brier(validation, head.logits(_inputs(validation)))
     return RefitResult(
         head=head, chosen="refit" if after < before else "joint", epoch=int(np.argmin(losses)),
         validation_loss=tuple(losses), brier_joint=before, brier_refit=after, train_rows=len(rate),

@@ -44,8 +44,8 @@ def build_report(files: RunFiles, others: Sequence[RunFiles] = ()) -> str:
         return page("Comparison of runs", names, "", [comparison(others)])
     sections: list[Section] = [comparison([files, *others])] if others else []
     sections += [section(files) for section in _SECTIONS]
-    evaluation = files.evaluation
-    kind = " ".join(str(evaluation[key]) for key in ("algorithm", "drafter") if isinstance(evaluation.get(key), str))
-    return page(f"Draft model report: {files.name}", kind or "A draft model for speculative decoding.",
+    algorithm, target = files.option("drafter", "algorithm") or "", files.option("target", "name") or "its target"
+    kind = f"A {algorithm} draft model for {target}: it proposes tokens,"
+    return page(f"Draft model report: {files.name}", " ".join(kind.split()) + " the target verifies them.",
                 _headline(files), sections,
                 "Acceptance lengths include the bonus token. This page needs no network and no script.")

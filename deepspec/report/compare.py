@@ -43,13 +43,13 @@ def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
 def _table(runs: Sequence[RunFiles]) -> str:
     rows = []
     for files in runs:
-        drafter = (files.manifest.get("config") or {}).get("drafter") or {}
         calibration = files.calibration
         rates = [value for one in speeds(files.evaluation) for value in (one.fixed, one.scheduled) if value]
         rows.append([
-            files.name, str(drafter.get("algorithm") or files.evaluation.get("algorithm") or "unknown"),
-            drafter.get("num_layers"), drafter.get("block_size") or files.evaluation.get("block_size"),
-            str(drafter.get("head") or "unknown"), pooled_length(files),
+            files.name, str(files.option("drafter", "algorithm") or files.evaluation.get("algorithm") or "unknown"),
+            files.option("drafter", "num_layers"),
+            files.option("drafter", "block_size") or files.evaluation.get("block_size"),
+            str(files.option("drafter", "head") or "unknown"), pooled_length(files),
             _mean(calibration.ece_before) if calibration else None,
             _mean(calibration.ece_after) if calibration else None,
             max(rates) if rates else None,

@@ -38,6 +38,12 @@ class RunFiles:
         """What to type to get the stage's output for this run."""
         return f"{COMMANDS[stage]} run.dir={self.directory}"
 
+    def option(self, group: str, name: str) -> Any:
+        """An option of the recorded configuration, None if it is not there."""
+        config = self.manifest.get("config")
+        values = config.get(group) if isinstance(config, dict) else None
+        return values.get(name) if isinstance(values, dict) else None
+
     @property
     def empty(self) -> bool:
         """Whether the directory holds nothing a report could show."""

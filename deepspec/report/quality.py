@@ -1,12 +1,13 @@
 """Sections on how good the drafter and its confidence are."""
 
+from html import escape
 from typing import Any, Optional
 
 import numpy as np
 
 from deepspec.calibration import Calibration, ConfidenceRecords, reliability_curve, sigmoid, split_conversations
 from deepspec.calibration import survival_probability
-from deepspec.report.inputs import RunFiles, Setting, interval, main_setting
+from deepspec.report.inputs import RunFiles, Setting, interval, is_number, main_setting
 from deepspec.report.page import Section, figure, figures, missing, table
 from deepspec.report.svg import Row, Series, line_chart, number, row_chart
 
@@ -20,6 +21,24 @@ def _rows(trained: Setting, untrained: Optional[Setting], kind: str) -> list[Row
         pair = [values] + ([other] if untrained else [])
         rows.append(Row(name, [one.get("acceptance_length") for one in pair], [interval(one) for one in pair]))
     return rows
+
+
+def _checks(evaluation: dict[str, Any], untrained: Optional[Setting]) -> str:
+    """Sentences on the gain over the untrained drafter and on losslessness."""
+    sentences = []
+    gain = untrained.values.get("trained_minus_untrained") if untrained else None
+    if isinstance(gain, dict) and is_number(gain.get("effect")) and len(gain.get("interval") or ()) == 2:
+        low, high = gain["interval"]
+        sentences.append(f"Trained minus untrained, paired over {gain.get('prompts')} prompts: {gain['effect']:+.2f} "
+                         f"tokens per round (95 % interval {low:+.2f} to {high:+.2f}).")
+    checked = evaluation.get("greedy_check")
+    counts = [value for value in checked.values() if isinstance(value, dict)] if isinstance(checked, dict) else []
+    total, same, ties, wrong = (sum(int(one.get(name) or 0) for one in counts)
+                                for name in ("prompts", "identical", "near_ties", "mismatches"))
+    if total:
+        sentences.append(f"Greedy check: {same} of {total} answers equal the target's own token by token, {ties} part "
+                         f"at a near-tie of two logits, {wrong} differ" + (" and must not." if wrong else "."))
+    return f"<p>{escape(' '.join(sentences))}</p>" if sentences else ""
 
 
 def acceptance(files: RunFiles) -> Section:
@@ -46,7 +65,8 @@ def acceptance(files: RunFiles) -> Section:
     header = ["benchmark", "domain", "prompts", "rounds", "tokens / round", "95 % from", "to"]
     mode = "estimated from distributions" if trained.values.get("mode") == "analytic" else "measured by decoding"
     note = f"Setting {trained.name}, {mode}; pooled: all tokens divided by all rounds."
-    return Section("acceptance", "Acceptance length", lead, figures(*parts) + table(header, rows, note))
+    return Section("acceptance", "Acceptance length", lead, figures(*parts) + table(header, rows, note)
+                   + _checks(files.evaluation, untrained))
 
 
 def by_position(files: RunFiles) -> Section:
@@ -128,9 +148,9 @@ def reliability(files: RunFiles) -> Section:
             "perfect confidence would show on as many blocks.")
     title, calibration = "Confidence", files.calibration
     if calibration is None:
-        has_head = (files.manifest.get("config") or {}).get("drafter", {}).get("confidence_head", True)
-        body = missing("There is no calibration of this run yet.", files.command("calibrate")) if has_head else (
-            "<p>This drafter has no confidence head, so there is nothing to calibrate.</p>")
+        body = missing("There is no calibration of this run yet.", files.command("calibrate"))
+        if files.option("drafter", "confidence_head") is False:
+            body = "<p>This drafter has no confidence head, so there is nothing to calibrate.</p>"
         return Section("confidence", title, lead, body + _heads(files.confidence))
     rows = [
         [k + 1, calibration.temperatures[k], calibration.ece_before[k], calibration.ece_after[k],

@@ -49,9 +49,9 @@ def training(files: RunFiles) -> Section:
                "Acceptance length those rates would give; decoding measures the real one."),
     )
     header = ["step", "samples", "loss", "acceptance length (proxy)", "tokens / s", "skipped steps", "memory (GB)"]
-    memory = last.get("peak_memory_bytes")
-    row = [last.get("step"), last.get("samples"), last.get("loss"), last.get("acceptance_length_proxy"),
-           last.get("tokens_per_second"), last.get("skipped_steps"), memory / 1e9 if is_number(memory) else None]
+    memory = last.get("peak_memory_bytes") or 0
+    names = ("step", "samples", "loss", "acceptance_length_proxy", "tokens_per_second", "skipped_steps")
+    row = [*map(last.get, names), memory / 1e9 if memory and is_number(memory) else None]
     return Section("training", "Training", lead, charts + table(header, [row], "At the last logged step."))
 
 
@@ -61,6 +61,9 @@ def speed(files: RunFiles) -> Section:
             "chosen by confidence and measured cost (scheduled), on this machine. Longer is better; scheduled should "
             "never fall clearly behind the better of the other two.")
     found = [one for one in speeds(files.evaluation) if any(getattr(one, mode) for mode in MODES)]
+    skipped = files.evaluation.get("skipped")
+    notes = "".join(f'<p class="missing">{escape(f"{mode} was left out: {why}")}</p>'
+                    for mode, why in (skipped.items() if isinstance(skipped, dict) else ()))
     if not found:
         return Section("speed", "Speed", lead, missing("No decoding speed was measured yet.",
                                                        files.command("evaluate")))
@@ -71,8 +74,8 @@ def speed(files: RunFiles) -> Section:
         ratios = [value / one.none if value and one.none else None for value in (one.fixed, one.scheduled)]
         rows.append([one.label, one.none, one.fixed, one.scheduled, *ratios])
     header = ["setting", "none", "fixed", "scheduled", "fixed / none", "scheduled / none"]
-    return Section("speed", "Speed", lead, figure(chart, "All rows together, tokens per second.")
-                   + table(header, rows, "Ratios above 1 are a gain."))
+    return Section("speed", "Speed", lead, figure(chart, "Generated tokens per second of the whole evaluation.")
+                   + table(header, rows, "Ratios above 1 are a gain.") + notes)
 
 
 def profile(files: RunFiles) -> Section:
@@ -151,8 +154,7 @@ def configuration(files: RunFiles) -> Section:
             "confidence.temperature", "run.seed")
     rows = []
     for key in keys:
-        group, name = key.split(".")
-        value = (config.get(group) or {}).get(name) if isinstance(config.get(group), dict) else None
+        value = files.option(*key.split("."))
         if value is not None:
             rows.append([key, str(value)])
     text = escape(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False))

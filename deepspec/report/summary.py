@@ -39,12 +39,15 @@ def _confidence(files: RunFiles) -> list[str]:
 
 
 def _speed(files: RunFiles) -> list[str]:
+    """Also where a way of decoding was left out, and why."""
     found = speeds(files.evaluation)
     if not found:
         return []
     rows = [["setting", "none", "fixed", "scheduled"]]
     rows += [[one.label, number(one.none), number(one.fixed), number(one.scheduled)] for one in found]
-    return ["tokens per second, measured here", *_columns(rows)]
+    skipped = files.evaluation.get("skipped")
+    notes = [f"  {mode}: left out, {why}" for mode, why in (skipped.items() if isinstance(skipped, dict) else ())]
+    return ["tokens per second, measured here", *_columns(rows), *notes]
 
 
 def summary_table(run_dir: Path | str) -> str:

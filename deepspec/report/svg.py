@@ -127,9 +127,10 @@ def _draw(series: Series, index: int, x: _Scale, y: _Scale) -> list[str]:
         at_x, at_y = x(horizontal), y(vertical)
         path.append(f"{pen}{at_x:.1f} {at_y:.1f}")
         pen = "L"
-        if place < len(series.low) and series.low[place] is not None and series.high[place] is not None:
+        low, high = (bounds[place] if place < len(bounds) else None for bounds in (series.low, series.high))
+        if low is not None and high is not None:
             parts.append(f'<line stroke-width="1.5" opacity="0.7" {_style(index)} x1="{at_x:.1f}" x2="{at_x:.1f}" '
-                         f'y1="{y(series.low[place]):.1f}" y2="{y(series.high[place]):.1f}"/>')
+                         f'y1="{y(low):.1f}" y2="{y(high):.1f}"/>')
         if series.points:
             parts.append(f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.2" fill="var(--s{index % COLOURS})"/>')
     if series.line and path:

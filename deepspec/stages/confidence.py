@@ -74,25 +74,26 @@ def _head_inputs(drafter: Any, hidden: NDArray[np.float16], previous_ids: NDArra
 def records_of(results: Sequence[DecodeResult], drafter: Any, origin: RecordsOrigin, stop_ids: frozenset[int], *,
                inputs: bool) -> Optional[ConfidenceRecords]:
     """Records of all drafted rounds of finished answers, None if there was none."""
-    rounds = [(result, item) for result in results for item in result.rounds if item.drafted and item.detail]
-    if not rounds:
+    rounds = [(result, item, item.detail, item.confidence_logits) for result in results for item in result.rounds]
+    kept = [(result, item, detail, logits) for result, item, detail, logits in rounds
+            if item.drafted and detail is not None and logits is not None]
+    if not kept:
         return None
-    details = [item.detail for _, item in rounds]
+    details = [detail for _, _, detail, _ in kept]
     previous = np.stack([detail.previous_ids for detail in details])
-    drafted = np.array([known_positions(item.known, detail.previous_ids, stop_ids)
-                        for (_, item), detail in zip(rounds, details)])
+    drafted = np.array([known_positions(item.known, detail.previous_ids, stop_ids) for _, item, detail, _ in kept])
     head_inputs = None
     if inputs:
         hidden = np.stack([np.clip(detail.hidden, -_FLOAT16_MAX, _FLOAT16_MAX) for detail in details])
         head_inputs = _head_inputs(drafter, hidden.astype(np.float16), previous)
     return ConfidenceRecords(
         origin=origin,
-        logits=np.stack([item.confidence_logits for _, item in rounds]).astype(np.float32),
-        accepted=np.minimum([item.accepted for _, item in rounds], drafted).astype(np.int64),
+        logits=np.stack([logits for _, _, _, logits in kept]).astype(np.float32),
+        accepted=np.minimum([item.accepted for _, item, _, _ in kept], drafted).astype(np.int64),
         drafted=drafted.astype(np.int64),
         analytic_rate=np.stack([detail.analytic_rate for detail in details]).astype(np.float32),
-        conversation=np.array([result.id for result, _ in rounds]),
-        domain=np.array([result.domain for result, _ in rounds]),
+        conversation=np.array([result.id for result, _, _, _ in kept]),
+        domain=np.array([result.domain for result, _, _, _ in kept]),
         inputs=head_inputs,
     )
 
@@ -114,7 +115,8 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
                                  max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
     mine = held_out_requests(config)[distributed.rank()::distributed.world_size()]
-    parts, blocks = [], 0
+    parts: list[ConfidenceRecords] = []
+    blocks = 0
     for group in _groups(mine, 2 * options.batch_size):
         part = records_of(list(decoder.decode(group)), drafter, origin, frozenset(target.spec.eos_token_ids),
                           inputs=options.refit)
@@ -123,12 +125,16 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
             blocks += len(part)
         if blocks * distributed.world_size() >= options.max_blocks:
             break
-    gathered = distributed.gather_objects(parts)
+    gathered: Optional[list[Any]] = distributed.gather_objects(parts)
     parts = parts if gathered is None else [part for own in gathered for part in own]
     if distributed.rank() == 0 and not parts:
         raise InputRefused(f"none of the {len(mine)} held-out prompts led to a drafted block: every answer ended with "
                            "its first token. Look at the responses, or raise confidence.max_new_tokens.")
-    return ConfidenceRecords.concatenate(parts) if parts else None
+    if not parts:
+        return None
+    records = ConfidenceRecords.concatenate(parts)
+    # By conversation, so that the records and all that is fitted on them are the same on any number of ranks.
+    return records.select(np.argsort(records.conversation, kind="stable"))
 
 
 def measure(fit: ConfidenceRecords, report: ConfidenceRecords, num_bins: int) -> dict[str, list[Optional[float]]]:
@@ -177,7 +183,7 @@ def choose_head(records: ConfidenceRecords, joint: LinearHead,
         "chosen": "joint", "rule": RULE if options.refit else "no refit was asked for",
         "joint": measure(fit, report, bins), "refit": None, **_rates(records),
     }
-    if not options.refit:
+    if not options.refit or records.inputs is None:
         return records, None, summary
     result = refit_head(records.select(part == "refit"), joint, epochs=options.epochs, lr=options.lr,
                         seed=config.run.seed)

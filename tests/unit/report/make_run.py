@@ -93,8 +93,12 @@ def make_run(directory: Path, name: str = "tiny", base: float = 0.85, steps: int
         "t1_scheduled_b8": setting("scheduled", base, 130.0),
         "t1_fixed_b8_untrained": setting("fixed", 0.3, 30.0, drafter="untrained"),
     }
+    settings["t1_fixed_b8_untrained"]["trained_minus_untrained"] = {
+        "effect": 1.5, "ratio": 2.1, "interval": [1.3, 1.7], "p_value": 0.001, "prompts": 60}
+    greedy = {"math_set": {"prompts": 2, "identical": 1, "near_ties": 1, "mismatches": 0}}
     (directory / "evaluation.json").write_text(json.dumps(
-        {"drafter": "d" * 12, "algorithm": "dspark", "block_size": LENGTH, "settings": settings}))
+        {"drafter": "d" * 64, "algorithm": "dspark", "block_size": LENGTH, "settings": settings, "greedy_check": greedy,
+         "skipped": {}}))
     config = {"run": {"name": name, "seed": 0}, "target": {"name": "micro", "feature_layers": [1, 4]},
               "drafter": {"algorithm": "dspark", "num_layers": 2, "block_size": LENGTH, "head": "vanilla",
                           "confidence_head": True},

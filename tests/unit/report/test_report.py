@@ -73,7 +73,9 @@ def test_full_report_has_every_section_and_figure(run):
         assert anchor in checker.ids
     assert checker.tags.count("figure") == 12 and "Make it with" not in html
     text = " ".join(checker.text)
-    for words in ("noise floor", "Higher is better", "untrained drafter", "refitted", "2.13.0", "2 CPU cores"):
+    for words in ("noise floor", "Higher is better", "untrained drafter", "refitted", "2.13.0", "2 CPU cores",
+                  "+1.50 tokens per round (95 % interval +1.30 to +1.70)", "1 of 2 answers equal",
+                  "dspark draft model"):
         assert words in text, words
     assert "Best speed-up here" in text and "1.45x" in text and "2.50" in text
 
@@ -133,6 +135,15 @@ def test_speeds_pair_the_ways_of_decoding(run):
     found = {one.batch_size: one for one in speeds(read_run_files(run).evaluation)}
     assert (found[1].none, found[1].fixed, found[1].scheduled) == (40.0, 55.0, 58.0)
     assert (found[8].none, found[8].fixed, found[8].scheduled) == (120.0, 90.0, 130.0)
+
+
+def test_a_skipped_way_of_decoding_says_why(tmp_path):
+    run = make_run(tmp_path / "r", steps=5)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation["skipped"] = {"scheduled": "no <profile>"}
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    assert "scheduled was left out: no &lt;profile&gt;" in build_report(read_run_files(run))
+    assert "scheduled: left out, no <profile>" in summary_table(run)
 
 
 def test_main_setting_is_full_verification_of_the_trained_drafter(run):

@@ -163,6 +163,19 @@ def test_stage_starts_from_the_joint_head_even_if_a_refit_is_in_place(stage, con
     assert torch.equal(stage.drafter.confidence_head.proj.weight, stage.weights[WEIGHT])
 
 
+def test_records_are_the_same_on_any_number_of_ranks(stage, config, monkeypatch):
+    alone = stage.confidence.collect(config, stage.session)
+    parts = []
+    monkeypatch.setattr(stage.confidence.distributed, "world_size", lambda: 2)
+    for rank in (1, 0):
+        monkeypatch.setattr(stage.confidence.distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(stage.confidence.distributed, "gather_objects",
+                            lambda own, rank=rank: parts.append(own) if rank else [own, *parts])
+        records = stage.confidence.collect(config, stage.session)
+    assert (records.conversation == alone.conversation).all() and (records.accepted == alone.accepted).all()
+    assert np.abs(records.logits - alone.logits).max() < 1e-4
+
+
 def test_limits_on_prompts_and_blocks(stage, config):
     config.confidence.max_prompts = 6
     requests = stage.confidence.held_out_requests(config)
