@@ -119,14 +119,15 @@ def read_rows(path: os.PathLike | str, *, counts: Optional[ReadCounts] = None,
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def read_all(path: os.PathLike | str, what: str = "rows") -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a file. Raises InputRefused for a file without any."""
+def read_nonempty(path: os.PathLike | str, what: str = "rows") -> Iterator[tuple[int, dict[str, Any]]]:
+    """Like ``read_rows``, but raises InputRefused at the end of a file that has no row."""
     counts = ReadCounts()
-    rows = list(read_rows(path, counts=counts))
-    if not rows:
+    yield from read_rows(path, counts=counts)
+    if not counts.rows:
         blank = f" ({counts.blank} blank lines)" if counts.blank else ""
         raise InputRefused(f"{path}: 0 {what}, expected one JSON object per line{blank}. Give a file that has {what}.")
-    return rows
+    if counts.blank:
+        log.info("%s: skipped %d blank lines", path, counts.blank)
 
 
 def dump_row(row: dict[str, Any]) -> bytes:
