@@ -62,8 +62,11 @@ def sts_values(calibration: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("num_samples", "ece_before", "ece_after", "ece_noise_floor", "num_bins", "drafter_sha256")
     temperatures = [float(value) for value in calibration["temperatures"]]
     domains = calibration.get("domains") or {}
+    # The readers' lists hold numbers only: one with an undefined position is left out rather than refused there.
+    extra = {key: calibration[key] for key in keys if calibration.get(key) is not None
+             and not (isinstance(calibration[key], list) and None in calibration[key])}
     return {"temperatures": temperatures, "sts_temperatures": temperatures,
-            "dataset": ", ".join(sorted(domains))} | {key: calibration[key] for key in keys if key in calibration}
+            "dataset": ", ".join(sorted(domains))} | extra
 
 
 def manifest_values(config: Mapping[str, Any], spec: TargetSpec, origin: Origin, evidence: Evidence,

@@ -32,9 +32,12 @@ def sps_1d(batch_tokens: Sequence[int], steps_per_sec: Sequence[float], max_batc
     tokens = [int(value) for value in batch_tokens]
     seconds = np.maximum.accumulate(1.0 / np.asarray(steps_per_sec, dtype=np.float64))
     rates = [float(rate) for rate in 1.0 / seconds]
+    probes = {tokens[-1]: rates[-1]}
+    probes |= {below + 1: rate for below, rate in zip(tokens, rates[1:])} | {tokens[0]: rates[0]}
+    counts = sorted(probes)
     return {
-        "sample_batch_tokens": tokens[:1] + [value + 1 for value in tokens[:-1]],
-        "sample_steps_per_sec": rates, "max_batch_tokens": max(int(max_batch_tokens), tokens[-1]),
+        "sample_batch_tokens": counts, "sample_steps_per_sec": [probes[count] for count in counts],
+        "max_batch_tokens": max(int(max_batch_tokens), tokens[-1]),
     }
 
 

@@ -51,7 +51,8 @@ def test_reload_is_equal(make_request: Callable[..., Any], kind: str, dtype: str
         hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(4)).to(tensors.DTYPES[dtype])
         ids = torch.arange(5)
         expected = reference.confidence(hidden.float(), ids)
-        assert torch.allclose(loaded.confidence(hidden, ids).float(), expected, atol=1e-6 if dtype == "float32" else 0.05)
+        tolerance = 1e-6 if dtype == "float32" else 0.05
+        assert torch.allclose(loaded.confidence(hidden, ids).float(), expected, atol=tolerance)
 
 
 def test_config_of_anchor_dflash_is_dspark_with_a_zero_head(make_request: Callable[..., Any]) -> None:
@@ -157,8 +158,9 @@ def test_full_bundle(evidence_files: Path, make_request: Callable[..., Any]) -> 
     folder = export_drafter(make_request())
     serving = folder / "serving"
     names = {path.name for path in serving.iterdir()}
-    assert names >= {"records.jsonl", "acceptance.json", "dspark_sts.json", "sglang_sps_1d.json", "sglang_sps_2d.json",
-                     "trtllm_cost.json", "vllm_speculative_config.json", "vllm_by_load.json", "launch.md", "manifest.json"}
+    assert names == {
+        "records.jsonl", "acceptance.json", "dspark_sts.json", "sglang_sps_1d.json", "sglang_sps_2d.json",
+        "trtllm_cost.json", "vllm_speculative_config.json", "vllm_by_load.json", "launch.md", "manifest.json"}
     assert (serving / "records.jsonl").read_bytes() == (evidence_files / "profile" / "records.jsonl").read_bytes()
     assert "bias_seconds" not in (serving / "sglang_sps_1d.json").read_text()
     sts = json.loads((serving / "dspark_sts.json").read_text())

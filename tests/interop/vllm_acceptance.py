@@ -1,0 +1,101 @@
+"""Serves a target with an exported drafter in real vLLM on the CPU and prints what the engine counted as one JSON line.
+
+Runs under the Python of an environment that holds vLLM's CPU build; it imports nothing of this project. The job is a
+JSON object on stdin:
+
+    {"target": DIR, "drafter": DIR | null, "speculative_config": {..}, "prompts": [[ids], ..], "max_tokens": 32,
+     "temperature": 0.0, "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": true}
+
+With ``alone`` the target is also run without a drafter, and ``greedy_equal`` says whether the outputs are the same.
+"""
+
+import json
+import os
+import sys
+import types
+from typing import Any, Optional
+
+
+def prepare(method: str) -> None:
+    """Environment of the engine. DSpark needs Model Runner V2, whose kernels need Triton's interpreter on a CPU."""
+    second = method == "dspark"
+    os.environ.update({
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if second else "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    })
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not second:
+        os.environ.pop("TRITON_INTERPRET", None)
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
+
+    # The runner asks which Triton backend is active before it launches a kernel; interpreted kernels need none.
+    driver = types.SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+
+
+def mend_key_norm() -> None:
+    """Per-layer norm of the context keys: vLLM's CPU kernel applies layer 0's weight to every draft layer."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalize(self: Any, keys: Any) -> Any:  # [layers, tokens, kv_heads, head_dim]
+        exact = keys.float()
+        scale = (exact.square().mean(dim=-1, keepdim=True) + self._rms_norm_eps).rsqrt()
+        weights = self._k_norm_weights.float()[:, None, None, :]
+        return (exact * scale * weights).to(keys.dtype).contiguous()
+
+    DFlashQwen3Model._normalize_context_k = normalize
+
+
+def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]]) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids of every prompt, and the engine's counters of speculative decoding."""
+    from vllm import LLM, SamplingParams
+
+    options = {"speculative_config": speculative} if speculative else {}
+    engine = LLM(
+        job["target"], dtype=job.get("dtype", "float32"), max_model_len=job.get("max_model_len", 256),
+        max_num_seqs=job.get("max_num_seqs", 4), seed=job.get("seed", 0), enforce_eager=True, disable_log_stats=False,
+        **options,
+    )
+    sampling = SamplingParams(
+        max_tokens=job.get("max_tokens", 32), temperature=job.get("temperature", 0.0), seed=job.get("seed", 0),
+        ignore_eos=True,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    counters = {}
+    for metric in engine.get_metrics():
+        if "spec_decode" in metric.name:
+            values = getattr(metric, "values", None)
+            counters[metric.name.rsplit("spec_decode_num_", 1)[-1]] = metric.value if values is None else list(values)
+    return [list(output.outputs[0].token_ids) for output in outputs], counters
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    speculative = job.get("speculative_config")
+    if speculative and not job.get("temperature"):
+        # Greedy output does not depend on how drafts are drawn, and greedy drafts need no sampling kernel.
+        speculative["draft_sample_method"] = "greedy"
+    prepare((speculative or {}).get("method", ""))
+    mend_key_norm()
+    # The engine may write to stdout; the report must stand alone there.
+    report_to = os.dup(1)
+    os.dup2(2, 1)
+    tokens, counters = generate(job, speculative)
+    rounds, accepted = counters.get("drafts", 0), counters.get("accepted_tokens", 0)
+    report: dict[str, Any] = {
+        "tokens": tokens, "rounds": rounds, "drafted": counters.get("draft_tokens", 0), "accepted": accepted,
+        "acceptance_length": 1 + accepted / rounds if rounds else None,
+        "accepted_per_position": counters.get("accepted_tokens_per_pos"),
+    }
+    if job.get("alone"):
+        report["alone"], _ = generate(job, None)
+        report["greedy_equal"] = report["alone"] == tokens
+    os.write(report_to, (json.dumps(report) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A plan needs nothing but options, and its numbers are those of the published checkpoints."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from deepspec.config import paths
+from deepspec.config.schema import Config
+from deepspec.planning import memory, work
+from deepspec.planning.plan import duration, make_plan, render, size
+from deepspec.planning.sizes import count_parameters
+
+
+@pytest.fixture
+def qwen3_4b(composed: Callable[..., Config], tmp_path: Path) -> Config:
+    config = composed("+experiment=qwen3_4b")
+    config.run.dir, config.run.data_root = f"{tmp_path}/run", f"{tmp_path}/data"
+    return config
+
+
+def test_parameters_of_the_published_drafter(qwen3_4b: Config) -> None:
+    counts = count_parameters(qwen3_4b)
+    assert counts.trainable == 615_221_249 and counts.frozen == 777_912_320
+    assert (counts.layers, counts.fc, counts.norms, counts.head, counts.confidence) == (
+        504_654_080, 32_768_000, 5_120, 77_791_232, 2_817)
+
+
+@pytest.mark.parametrize("change, part, value", [
+    ({"head": "gated"}, "head", 77_791_232 + 256 * (2560 + 256) + 256),
+    ({"head": "rnn"}, "head", 77_791_232 + 768 * (2560 + 512) + 768),
+    ({"confidence_with_markov": False}, "confidence", 2_561), ({"head": "none"}, "head", 0),
+    ({"head": "none"}, "confidence", 2_561),
+])
+def test_heads_are_counted(qwen3_4b: Config, change: dict[str, Any], part: str, value: int) -> None:
+    qwen3_4b.drafter = replace(qwen3_4b.drafter, **change)
+    assert getattr(count_parameters(qwen3_4b), part) == value
+
+
+def test_counts_equal_a_built_drafter(composed: Callable[..., Config]) -> None:
+    import torch
+
+    from deepspec.drafters.registry import build_drafter, shape_from
+    from deepspec.drafters.types import SharedWeights
+    from deepspec.targets.spec import TargetSpec
+
+    config = composed("+experiment=tiny")
+    sizes = config.target.shape
+    spec = TargetSpec(**vars(sizes), rms_norm_eps=1e-6, rope_theta=1e4)
+    matrix = torch.zeros(sizes.vocab_size, sizes.hidden_size)
+    shape = shape_from(spec, config.target, config.drafter)
+    model = build_drafter(shape, SharedWeights(matrix, matrix, ""))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).trainable
+
+
+def test_cache_bytes(qwen3_4b: Config) -> None:
+    assert work.cache_bytes_per_token(qwen3_4b) == 30_720
+    load = work.workload(qwen3_4b, count_parameters(qwen3_4b))
+    assert load.prompts == 1_300_000 and load.cache_bytes == 1_300_000 * 950 * 30_720
+    qwen3_4b.features.codec = "int8"
+    assert work.cache_bytes_per_token(qwen3_4b) / 30_720 < 0.52
+    qwen3_4b.features.mode = "online"
+    assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).cache_bytes == 0
+
+
+def test_zero_divides_what_each_stage_divides() -> None:
+    for ranks in (2, 4, 8):
+        whole = memory.state_bytes(8_000_000, "bf16", 0, ranks)
+        first, second, third = (memory.state_bytes(8_000_000, "bf16", stage, ranks) for stage in (1, 2, 3))
+        assert whole == memory.StateBytes(0, ranks, 16_000_000, 32_000_000, 96_000_000)
+        assert (first.optimizer, first.gradients) == (whole.optimizer // ranks, whole.gradients)
+        assert (second.gradients, second.parameters) == (whole.gradients // ranks, whole.parameters)
+        assert third.total == whole.total // ranks
+    assert memory.state_bytes(1_000, "fp32", 0, 1).total == 16_000
+
+
+def test_steps_follow_epochs_and_limit(qwen3_4b: Config) -> None:
+    load = work.workload(qwen3_4b, count_parameters(qwen3_4b))
+    assert load.samples_per_epoch == 1_235_000 and load.steps == 10 * 2_413
+    qwen3_4b.trainer.max_steps = 100
+    assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).steps == 100
+
+
+def test_rows_on_disk_beat_the_options(composed: Callable[..., Config], tmp_path: Path) -> None:
+    config = composed("+experiment=tiny")
+    config.run.data_root = str(tmp_path)
+    directory = paths.prompts_dir(config)
+    directory.mkdir(parents=True)
+    (directory / "prompts.jsonl").write_text("{}\n" * 37)
+    assert work.expected_prompts(config) == (37, f"lines of {directory / 'prompts.jsonl'}")
+
+
+@pytest.mark.parametrize("experiment", ["qwen3_8b", "qwen3_14b", "qwen3_0_6b", "smollm2_135m", "tiny"])
+def test_render_says_it_all(composed: Callable[..., Config], experiment: str) -> None:
+    text = render(make_plan(composed(f"+experiment={experiment}")))
+    for word in ("trainable", "ZeRO", "feature cache", "H200", "B200", "this CPU", "share of peak", "free", "train "):
+        assert word in text
+    assert text.endswith("\n") and max(map(len, text.splitlines())) < 200
+
+
+def test_units() -> None:
+    assert [size(value) for value in (5, 1_500, 38.4e12)] == ["5 B", "1.5 kB", "38.4 TB"]
+    assert [duration(value) for value in (0.001, 0.5, 30, 24_000)] == ["4 s", "30 min", "30.0 h", "1,000 d"]
+
+
+def test_planning_needs_no_torch() -> None:
+    code = ("import sys; import deepspec.planning.preflight, deepspec.planning.plan, deepspec.planning.validate; "
+            "print('torch' in sys.modules, 'transformers' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

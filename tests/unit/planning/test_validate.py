@@ -1,0 +1,72 @@
+"""Every wrong value is refused with the key, the value and what is allowed; every shipped experiment passes."""
+
+from typing import Any, Callable
+
+import pytest
+
+from deepspec.config.compose import CONF_DIR
+from deepspec.config.schema import Config
+from deepspec.errors import ConfigError
+from deepspec.planning.validate import validate
+
+EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_shipped_experiments_are_valid(composed: Callable[..., Config], experiment: str) -> None:
+    validate(composed(f"+experiment={experiment}"))
+
+
+@pytest.mark.parametrize("key, value, said", [
+    ("stages", ["trian"], "Did you mean 'train'"), ("stages", ["export", "train"], "in the order"),
+    ("run.name", "a b", "run.name='a b'"), ("run.seed", -1, "run.seed=-1"),
+    ("target.source", "hub", "target.source='hub'"), ("target.dtype", "float16", "bfloat16, float32"),
+    ("target.feature_layers", [1, 1, 3], "strictly ascending"), ("target.feature_layers", [3, 1], "strictly ascending"),
+    ("target.feature_layers", [], "at least one"), ("target.feature_layers", [1, 7], "without the last layer 7"),
+    ("target.feature_layers", [1, 8], "below target.shape.num_layers=8"), ("target.feature_layers", [-1, 2], "from 0"),
+    ("target.mask_token_id", 10**6, "below target.shape.vocab_size="), ("target.mask_token_id", -1, "at least 0"),
+    ("target.shape.num_kv_heads", 3, "a divisor of"),
+    ("drafter.block_size", 1, "at least 2"), ("drafter.head", "vanila", "Did you mean 'vanilla'"),
+    ("drafter.markov_rank", 0, "at least 1"), ("drafter.num_layers", 0, "at least 1"),
+    ("drafter.algorithm", "dflash", "has no heads"), ("drafter.algorithm", "eagle", "dspark, dflash"),
+    ("objective.ce_weight", -0.1, "at least 0"), ("objective.decay", 0.0, "above 0"),
+    ("objective.tv_weight", float("nan"), "finite"), ("objective.implementation", "fused", "auto, eager, chunked"),
+    ("data.held_out_fraction", 1.0, "below 1"), ("data.max_length", 1, "at least 2"),
+    ("responses.backend", "servers", "Did you mean 'server'"), ("responses.top_p", 0.0, "above 0"),
+    ("responses.servers", ["localhost:8000"], "URLs ending in /v1"), ("responses.error_limit", 2.0, "at most 1"),
+    ("responses.truncated", "cut", "keep, drop"), ("features.mode", "disk", "cached, online"),
+    ("features.codec", "bfloat16", "bf16, int8, fp32"), ("features.token_budget", 0, "at least 1"),
+    ("trainer.micro_batch_size", 3, "must be a multiple of"), ("trainer.precision", "fp16", "bf16, fp32"),
+    ("trainer.max_steps", 0, "at least 1"), ("optimizer.lr", 0.0, "above 0"), ("optimizer.betas", [0.9], "two numbers"),
+    ("optimizer.warmup_ratio", 1.5, "at most 1"), ("engine.zero_stage", 4, "0, 1, 2 or 3"),
+    ("tracking.mode", "on", "auto, online, offline, disabled"), ("confidence.refit_fraction", 1.0, "below 1"),
+    ("calibration.fit_fraction", 0.0, "above 0"), ("calibration.grid_max", 0.05, "above 0.1"),
+    ("profile.verify_lengths", [0, 99], "draft tokens of drafter.block_size"), ("profile.num_reqs", [], "non-empty"),
+    ("evaluate.modes", ["fix"], "evaluate.modes='fix'"), ("evaluate.temperatures", [-1.0], "at least 0"),
+    ("export.formats", ["spectulators"], "Did you mean 'speculators'"), ("export.formats", [], "some of"),
+    ("export.formats", ["zlab_dflash"], "1\\+N DFlash"), ("export.dtype", "float16", "bfloat16, float32"),
+])
+def test_wrong_values_are_named(composed: Callable[..., Config], key: str, value: Any, said: str) -> None:
+    config = composed("+experiment=tiny")
+    *path, name = key.split(".")
+    owner: Any = config
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, name, value)
+    with pytest.raises(ConfigError, match=said):
+        validate(config)
+
+
+def test_global_batch_divides_over_ranks(composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("+experiment=tiny")
+    config.trainer.global_batch_size, config.trainer.micro_batch_size = 8, 2
+    validate(config)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="2 x 3 ranks = 6. Nearest: 6"):
+        validate(config)
+
+
+def test_no_head_is_a_one_line_ablation(composed: Callable[..., Config]) -> None:
+    config = composed("+experiment=tiny")
+    config.drafter.head = "none"
+    validate(config)
