@@ -91,6 +91,6 @@ def write_profile(directory: Path, measured: Measurement, *, header: dict[str, A
     atomic_write_json(directory / SPS_FILE, table)
     spread = rates[0] / rates[-1] - 1.0
     if spread < 0.05:
-        log.warning("profile: step times differ by only %.1f %% from %d to %d tokens; a scheduler will refuse this table",
+        log.warning("profile: step times differ by only %.1f %% from %d to %d tokens; a scheduler will refuse this",
                     100 * spread, tokens[0], tokens[-1])
     return table

@@ -111,7 +111,8 @@ def _cell(shape: Shape, times: list[RoundTime]) -> ProfileCell:
     low, middle, high = np.percentile(total, (10, 50, 90))
     return ProfileCell(
         num_reqs=shape.num_reqs, verify_tokens=shape.verify_tokens, kv_len=shape.kv_len, n=len(times),
-        p10_ms=float(low), p50_ms=float(middle), p90_ms=float(high), draft_ms=float(np.median(draft)), verify_ms=float(np.median(verify)),
+        p10_ms=float(low), p50_ms=float(middle), p90_ms=float(high), draft_ms=float(np.median(draft)),
+        verify_ms=float(np.median(verify)),
         host_ms=float(np.median(np.maximum(total - draft - verify, 0.0))))
 
 
@@ -138,7 +139,7 @@ def measure(runner: Runner, shapes: Sequence[Shape], config: ProfileConfig, *, s
             for _ in range(max(1, config.warmup)):
                 samples.run(runner, shape)
         for count in range(config.samples_per_cell):
-            if count >= _MIN_SAMPLES and clock() > deadline:
+            if count >= _MIN_SAMPLES and clock() >= deadline:
                 break
             for index in order.permutation(len(samples.times)):
                 shape = list(samples.times)[index]

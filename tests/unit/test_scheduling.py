@@ -74,7 +74,8 @@ def test_a_decision_never_depends_on_later_tokens_of_the_same_request() -> None:
         row = int(random.integers(4))
         changed = survival.copy()
         tail = int(lengths[row]) + 1  # c_{l+2} on depends on tokens after the last verified one
-        changed[row, tail:] = changed[row, tail - 1:tail] * np.cumprod(random.uniform(0, 1, 6 - tail)) if tail < 6 else 0
+        if tail < 6:
+            changed[row, tail:] = changed[row, tail - 1] * np.cumprod(random.uniform(0, 1, 6 - tail))
         assert schedule_prefixes(changed, rates).lengths[row] == lengths[row]
 
 
@@ -139,7 +140,8 @@ def test_tables_that_cannot_inform_are_refused(tokens, rates, limit, word) -> No
 
 def test_a_table_of_other_conditions_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "sps.json"
-    values = {"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [9.0, 5.0], "max_batch_tokens": 8, "dtype": "float32"}
+    values = {"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [9.0, 5.0], "max_batch_tokens": 8,
+              "dtype": "float32"}
     path.write_text(json.dumps(values))
     assert SpsTable.load(path, dtype="float32").max_batch_tokens == 8
     with pytest.raises(InputRefused, match="dtype is 'float32', here it is 'bfloat16'"):

@@ -20,7 +20,8 @@ from tests.unit.decoding.tiny import prompts, tiny_drafter, tiny_target
 HEADS: list[dict[str, Any]] = [
     {}, {"head": "gated"}, {"head": "rnn"}, {"sample_from_anchor": False},
     {"head": "none", "markov_rank": 0, "confidence_with_markov": False},
-    {"algorithm": "dflash", "head": "none", "markov_rank": 0, "confidence_head": False, "confidence_with_markov": False},
+    {"algorithm": "dflash", "head": "none", "markov_rank": 0, "confidence_head": False,
+     "confidence_with_markov": False},
 ]
 
 
@@ -50,7 +51,8 @@ def decoder(target: FrozenTarget, drafter: Any, sampling: Sampling, mode: str, b
             **options: Any) -> SpeculativeDecoder:
     if mode == "scheduled" and "scheduler" not in options:
         options["scheduler"] = ThroughputScheduler(LinearCost(), drafter.shape.draft_length)
-    return SpeculativeDecoder(target, drafter, sampling, batch_size=batch_size, max_new_tokens=tokens, mode=mode, **options)
+    return SpeculativeDecoder(target, drafter, sampling, batch_size=batch_size, max_new_tokens=tokens, mode=mode,
+                              **options)
 
 
 class Informed(SpeculativeDecoder):
@@ -126,7 +128,8 @@ def joint(target: FrozenTarget, prompt: tuple[int, ...], sampling: Sampling, voc
     return (probs[0][:, None] * probs[1:]).reshape(-1).numpy()
 
 
-@pytest.mark.parametrize("mode, policy", [("fixed", "early_stop"), ("scheduled", "early_stop"), ("scheduled", "lagged")])
+@pytest.mark.parametrize("mode, policy", [
+    ("fixed", "early_stop"), ("scheduled", "early_stop"), ("scheduled", "lagged")])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.5, top_k=3, seed=1)], ids=str)
 def test_end_to_end_distribution(mode: str, policy: str, sampling: Sampling) -> None:
     vocab, prompt, count = 6, (3, 4, 5), 12_000

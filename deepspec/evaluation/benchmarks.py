@@ -1,0 +1,144 @@
+"""Evaluation prompts: rows of a file or the run's own held-out prompts, turn after turn on the generated history."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Optional, Sequence
+
+from deepspec.config.schema import BenchmarkConfig
+from deepspec.data.jsonl import read_rows
+from deepspec.data.prompt_rows import RowRefused, conversation, is_slot
+from deepspec.data.rendering import Renderer, RenderError
+from deepspec.data.responses import RESPONSES_FILE, read_responses
+from deepspec.decoding.types import DecodeRequest, DecodeResult
+from deepspec.errors import InputRefused
+
+log = logging.getLogger(__name__)
+HELD_OUT = "held_out"
+Decode = Callable[[list[DecodeRequest]], list[DecodeResult]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One prompt; ``messages`` has slots where the target answers."""
+
+    id: str
+    domain: str
+    messages: tuple[dict[str, Any], ...]
+    tools: Optional[tuple[dict[str, Any], ...]] = None
+
+    @property
+    def turns(self) -> int:
+        """Answers to generate."""
+        return sum(is_slot(message) for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A named set of conversations."""
+
+    name: str
+    domain: str
+    conversations: tuple[Conversation, ...]
+
+
+def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
+    """Read one benchmark; ``responses`` is the run's responses directory, read for ``held_out``.
+
+    Raises InputRefused for a file that cannot be read and for a row that is no prompt, with file and line.
+    """
+    if config.path == HELD_OUT:
+        if not (responses / RESPONSES_FILE).is_file():
+            raise InputRefused(f"benchmark {config.name!r} needs this run's held-out responses, but {responses} has "
+                               "none. Make them with data_prep/generate_responses.py, or give a file as the "
+                               "benchmark's path.")
+        rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools)
+                for row in read_responses(responses, HELD_OUT)]
+    else:
+        rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path))]
+    rows = rows if config.limit is None else rows[:config.limit]
+    if not rows:
+        log.warning("benchmark %s has no prompts (%s); its numbers will be null", config.name, config.path)
+    domains = {row.domain for row in rows} or {config.domain}
+    return Benchmark(config.name, domains.pop() if len(domains) == 1 else "mixed", tuple(rows))
+
+
+def _unanswered(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    found = tuple(messages)
+    return found if any(is_slot(message) for message in found) else found + ({"role": "assistant"},)
+
+
+def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of ``turns`` as messages with an answer to generate after each."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or "messages" in row:
+        return row
+    pairs = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in turns]
+    kept = {key: value for key, value in row.items() if key != "turns"}
+    return kept | {"messages": [message for pair in pairs for message in pair]}
+
+
+def _from_row(config: BenchmarkConfig, number: int, row: dict[str, Any]) -> Conversation:
+    try:
+        messages, tools = conversation(_with_answers(row))
+    except RowRefused as error:
+        raise InputRefused(f"{config.path}:{number}: not a prompt ({error}). A row has \"prompt\": text, "
+                           "\"turns\": [text, ..] or \"messages\": [{role, content}, ..].") from None
+    kept = None if tools is None else tuple(tools)
+    return Conversation(f"{config.name}/{number}", config.domain, tuple(messages), kept)
+
+
+def split_domains(benchmark: Benchmark) -> list[Benchmark]:
+    """One benchmark per domain where a set mixes them (held-out prompts do): no stratum hides in a mean."""
+    groups: dict[str, list[Conversation]] = {}
+    for item in benchmark.conversations:
+        groups.setdefault(item.domain, []).append(item)
+    if len(groups) < 2:
+        return [benchmark]
+    return [Benchmark(f"{benchmark.name}-{domain}", domain, tuple(rows)) for domain, rows in sorted(groups.items())]
+
+
+def _prompt(history: Sequence[dict[str, Any]], item: Conversation, renderer: Renderer,
+            turn: int) -> Optional[DecodeRequest]:
+    """Request for the next open slot of ``history``; None, with a warning, if the template refuses it."""
+    slot = next(place for place, message in enumerate(history) if is_slot(message))
+    try:
+        ids = renderer.prompt_ids(history[:slot], item.tools)
+    except RenderError as error:
+        log.warning("%s turn %d left out: %s", item.id, turn + 1, error)
+        return None
+    return DecodeRequest(f"{item.id}#{turn}", tuple(ids), item.domain)
+
+
+def first_requests(conversations: Sequence[Conversation], renderer: Renderer) -> list[DecodeRequest]:
+    """Requests for the first turns."""
+    found = [_prompt(item.messages, item, renderer, 0) for item in conversations]
+    return [request for request in found if request is not None]
+
+
+def run_conversations(conversations: Sequence[Conversation], renderer: Renderer, decode: Decode) -> list[DecodeResult]:
+    """Answer every turn of every conversation; a later turn sees the answers generated before it.
+
+    All first turns are decoded together, then all second ones, and so on. Result ids are ``<conversation>#<turn>``. A
+    turn the template refuses is left out with the rest of its conversation, with a warning.
+    """
+    results: list[DecodeResult] = []
+    histories = [list(item.messages) for item in conversations]
+    alive = [True] * len(conversations)
+    for turn in range(max((item.turns for item in conversations), default=0)):
+        requests, owners = [], []
+        for index, item in enumerate(conversations):
+            if not alive[index] or turn >= item.turns:
+                continue
+            request = _prompt(histories[index], item, renderer, turn)
+            alive[index] = request is not None
+            if request is not None:
+                requests.append(request)
+                owners.append(index)
+        answered = {item.id: item for item in decode(requests)}
+        for request, index in zip(requests, owners):
+            answer = answered[request.id]
+            slot = next(place for place, message in enumerate(histories[index]) if is_slot(message))
+            histories[index][slot] = {"role": "assistant", "content": renderer.text(answer.token_ids)}
+            results.append(answer)
+    return results

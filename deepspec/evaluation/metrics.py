@@ -1,0 +1,119 @@
+"""What acceptance means, in numbers that pool. P prompts, K draft tokens. Ratios travel as sums, divided once."""
+
+from dataclasses import dataclass
+from typing import Any, Iterable, Optional, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspec.decoding.types import DecodeResult
+from deepspec.errors import InputRefused
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+DEFINITIONS = (
+    "acceptance_length = sum over rounds of (accepted draft tokens + bonus token) / rounds, pooled over all "
+    "prompts and divided once. A round is one propose-and-verify step of one request. The bonus token (or the "
+    "token that replaces the first rejected draft) counts. A round in which an accepted draft token ends the "
+    "answer counts its draft tokens up to and including that token, and no bonus. The prefill, which yields the "
+    "first token, is not a round. The last round of an answer that is cut at its token budget counts in full with "
+    "fixed lengths. accepted_per_position[k]: rounds that accepted at least k+1 draft tokens. "
+    "conditional_acceptance[k]: of the rounds that accepted the k tokens before and whose token k+1 was judged, "
+    "the share that accepted it; positions after an accepted end of turn are not judged. drafted: draft tokens "
+    "sent to the target. Intervals: 95 %, percentile bootstrap over prompts. tokens_per_second: generated tokens "
+    "of a benchmark / wall seconds of its decoding, ranks side by side. Domains pool their benchmarks; macro is "
+    "the mean over benchmarks."
+)
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts:
+    """Sums per prompt, so that any pooling and any bootstrap is a sum over rows."""
+
+    rounds: Ints  # [P]
+    proposed: Ints  # [P] tokens the drafter proposed
+    drafted: Ints  # [P] of these, sent to the target
+    accepted: Ints  # [P]
+    bonus: Ints  # [P]
+    reached: Ints  # [P, K] rounds that accepted everything before the position and judged it
+    survived: Ints  # [P, K] rounds that accepted the position
+    tokens: Ints  # [P] generated
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    @classmethod
+    def of(cls, results: Sequence[DecodeResult], length: int) -> "AcceptanceCounts":
+        """Count the rounds of finished answers; ``length`` is K.
+
+        Turns of one conversation (ids ``x#0``, ``x#1``) are one prompt, because they are not independent.
+        """
+        groups: dict[str, list[DecodeResult]] = {}
+        for item in results:
+            groups.setdefault(item.id.rpartition("#")[0] or item.id, []).append(item)
+        shape = (len(groups), length)
+        sums = np.zeros((len(groups), 6), dtype=np.int64)
+        reached, survived = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        position = np.arange(length)
+        for row, name in enumerate(sorted(groups)):
+            records = [record for item in groups[name] for record in item.rounds]
+            values = np.array([(record.drafted, record.verified, record.accepted, record.bonus, record.known)
+                               for record in records], dtype=np.int64).reshape(-1, 5)
+            tokens = sum(len(item.token_ids) for item in groups[name])
+            sums[row] = [len(records), *values[:, :4].sum(axis=0), tokens]
+            accepted, known = values[:, 2:3], values[:, 4:5]
+            survived[row] = (position < accepted).sum(axis=0)
+            reached[row] = ((position <= accepted) & (position < known)).sum(axis=0)
+        rounds, proposed, drafted, total, bonus, generated = sums.T
+        return cls(rounds, proposed, drafted, total, bonus, reached, survived, generated)
+
+    @classmethod
+    def concatenate(cls, parts: Iterable["AcceptanceCounts"]) -> "AcceptanceCounts":
+        """All prompts of ``parts``."""
+        parts = list(parts)
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts])
+                      for name in cls.__dataclass_fields__})
+
+
+def acceptance_length(counts: AcceptanceCounts) -> Optional[float]:
+    """tau: tokens per round, bonus included, pooled (footnote 3); None without a round."""
+    rounds = int(counts.rounds.sum())
+    return float(counts.accepted.sum() + counts.bonus.sum()) / rounds if rounds else None
+
+
+def conditional_acceptance(counts: AcceptanceCounts) -> list[Optional[float]]:
+    """Acceptance of position k given that everything before it was accepted (Fig. 2) [K]; None where never judged."""
+    reached, survived = counts.reached.sum(axis=0), counts.survived.sum(axis=0)
+    return [float(hits / base) if base else None for hits, base in zip(survived, reached)]
+
+
+def accepted_histogram(counts: AcceptanceCounts) -> list[int]:
+    """Rounds that accepted exactly 0, 1, .. K draft tokens [K + 1]."""
+    at_least = np.concatenate(([counts.rounds.sum()], counts.survived.sum(axis=0), [0]))
+    return [int(value) for value in at_least[:-1] - at_least[1:]]
+
+
+def latency_per_token(draft_seconds: float, verify_seconds: float, tokens_per_round: float) -> float:
+    """``L = (T_draft + T_verify) / tau`` (Eq. 1): seconds per token from seconds per round and tau (bonus included)."""
+    return (draft_seconds + verify_seconds) / tokens_per_round
+
+
+def summary(counts: AcceptanceCounts) -> dict[str, Any]:
+    """Pooled numbers of some prompts; undefined ones are None."""
+    return {
+        "num_prompts": len(counts), "rounds": int(counts.rounds.sum()), "drafted": int(counts.drafted.sum()),
+        "accepted": int(counts.accepted.sum()), "tokens": int(counts.tokens.sum()),
+        "acceptance_length": acceptance_length(counts),
+        "accepted_per_position": [int(value) for value in counts.survived.sum(axis=0)],
+        "conditional_acceptance": conditional_acceptance(counts), "accepted_histogram": accepted_histogram(counts),
+    }
+
+
+def require_proposals(counts: AcceptanceCounts, where: str) -> None:
+    """Raise InputRefused if the drafter was never run although there were rounds: its numbers would look like plain
+    decoding and nobody would know why."""
+    rounds = int(counts.rounds.sum())
+    if rounds and not int(counts.proposed.sum()):
+        raise InputRefused(f"{where}: {rounds} rounds and not one drafted token; the drafter does not take part. Check "
+                           "that the checkpoint, the block size and the target belong together.")

@@ -1,0 +1,158 @@
+"""From counts and times to the content of evaluation.json. Undefined numbers are None (null), never NaN."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional, Sequence
+
+import numpy as np
+
+from deepspec.artifacts import SCHEMA_VERSION
+from deepspec.decoding.types import DecodeTimings
+from deepspec.evaluation.bootstrap import acceptance_length_interval, compare, percentile_interval, ratio_bootstrap
+from deepspec.evaluation.metrics import DEFINITIONS, AcceptanceCounts, latency_per_token, summary
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens and seconds of decoding; ranks run side by side, so their tokens add up and the slowest sets the time."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    steps: int = 0
+
+    def plus(self, timings: DecodeTimings) -> "Speed":
+        """With another decode call of the same rank."""
+        return Speed(self.tokens + timings.tokens, self.seconds + timings.total_seconds,
+                     self.draft_seconds + timings.draft_seconds, self.verify_seconds + timings.verify_seconds,
+                     self.steps + timings.steps)
+
+    @classmethod
+    def together(cls, parts: Sequence["Speed"]) -> "Speed":
+        """Of ranks that ran at the same time."""
+        return cls(sum(part.tokens for part in parts), max(part.seconds for part in parts),
+                   sum(part.draft_seconds for part in parts), sum(part.verify_seconds for part in parts),
+                   sum(part.steps for part in parts))
+
+    @classmethod
+    def pooled(cls, parts: Sequence["Speed"]) -> "Speed":
+        """Of benchmarks that ran one after the other."""
+        return cls(*(sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__))
+
+    @property
+    def tokens_per_second(self) -> Optional[float]:
+        """Generated tokens per wall second."""
+        return self.tokens / self.seconds if self.seconds > 0 else None
+
+
+@dataclass
+class Setting:
+    """One way of decoding all benchmarks."""
+
+    temperature: float
+    decoding: str  # none | fixed | scheduled
+    batch_size: int
+    counts: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    speeds: dict[str, Speed] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)  # of each benchmark
+
+    def add(self, name: str, domain: str, counts: AcceptanceCounts, speed: Speed) -> None:
+        """Results of one benchmark."""
+        self.counts[name], self.speeds[name], self.domains[name] = counts, speed, domain
+
+    @property
+    def id(self) -> str:
+        """Key in the file."""
+        return f"t{self.temperature:g}-b{self.batch_size}-{self.decoding}"
+
+
+def _rates(speed: Speed, alone: Optional[Speed]) -> dict[str, Optional[float]]:
+    own = speed.tokens_per_second
+    base = None if alone is None else alone.tokens_per_second
+    return {"tokens_per_second": own, "target_only_tokens_per_second": base,
+            "speedup": own / base if own is not None and base else None}
+
+
+def _entry(counts: AcceptanceCounts, speed: Speed, alone: Optional[Speed], resamples: int, seed: int) -> dict[str, Any]:
+    values = summary(counts)
+    tau = values["acceptance_length"]
+    latency = None
+    if tau and speed.steps:
+        latency = latency_per_token(speed.draft_seconds / speed.steps, speed.verify_seconds / speed.steps, tau)
+    return values | _rates(speed, alone) | {
+        "acceptance_length_ci95": acceptance_length_interval(counts, resamples, seed), "latency_per_token": latency}
+
+
+def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _macro(setting: Setting, entries: dict[str, dict[str, Any]], alone: Optional[Setting], resamples: int,
+           seed: int) -> dict[str, Any]:
+    """Means over benchmarks that have rounds; speed is pooled, because a mean of rates is nobody's throughput."""
+    used = [name for name, counts in setting.counts.items() if counts.rounds.sum()]
+    draws = []
+    for place, name in enumerate(used):
+        counts = setting.counts[name]
+        draws.append(ratio_bootstrap(counts.accepted + counts.bonus, counts.rounds, resamples, seed + place))
+    interval = None
+    if draws and resamples and sum(len(setting.counts[name]) for name in used) > 1:
+        shortest = min(len(part) for part in draws)
+        interval = percentile_interval(np.mean([part[:shortest] for part in draws], axis=0))
+    base = None if alone is None else Speed.pooled(list(alone.speeds.values()))
+    return {"acceptance_length": _mean([entry["acceptance_length"] for entry in entries.values()]),
+            "acceptance_length_ci95": interval, "num_benchmarks": len(used),
+            **_rates(Speed.pooled(list(setting.speeds.values())), base)}
+
+
+def describe(setting: Setting, alone: Optional[Setting], *, thinking: Any, resamples: int, seed: int) -> dict[str, Any]:
+    """One entry of ``settings``."""
+    benchmarks = {
+        name: {"domain": setting.domains[name]} | _entry(
+            counts, setting.speeds[name], None if alone is None else alone.speeds[name], resamples, seed)
+        for name, counts in setting.counts.items()
+    }
+    domains = {}
+    for domain in sorted(set(setting.domains.values())):
+        names = [name for name, own in setting.domains.items() if own == domain]
+        base = None if alone is None else Speed.pooled([alone.speeds[name] for name in names])
+        domains[domain] = _entry(AcceptanceCounts.concatenate(setting.counts[name] for name in names),
+                                 Speed.pooled([setting.speeds[name] for name in names]), base, resamples, seed)
+    return {"temperature": setting.temperature, "thinking": thinking, "mode": "sampled", "decoding": setting.decoding,
+            "batch_size": setting.batch_size, "benchmarks": benchmarks, "domains": domains,
+            "macro": _macro(setting, benchmarks, alone, resamples, seed)}
+
+
+def _against(trained: Optional[Setting], baseline: Setting, resamples: int, seed: int) -> Optional[dict[str, Any]]:
+    """Paired comparison over all prompts of all benchmarks; None where there is nothing to pair."""
+    if trained is None or not resamples:
+        return None
+    pooled = [AcceptanceCounts.concatenate(part.counts.values()) for part in (trained, baseline)]
+    if len(pooled[0]) != len(pooled[1]) or len(pooled[0]) < 2 or not all(part.rounds.sum() for part in pooled):
+        return None
+    return asdict(compare(pooled[0], pooled[1], resamples, seed))
+
+
+def assemble(settings: Sequence[Setting], baselines: Sequence[Setting], *, header: dict[str, Any], resamples: int,
+             seed: int, greedy_check: dict[str, Any], skipped: dict[str, str]) -> dict[str, Any]:
+    """The whole file. ``macro`` repeats the default setting's: the first with fixed lengths, else the first."""
+    by_key = {(item.temperature, item.decoding): item for item in settings}
+    thinking = header.get("thinking")
+    described = {item.id: describe(item, by_key.get((item.temperature, "none")), thinking=thinking, resamples=resamples,
+                                   seed=seed) for item in settings}
+    first: Optional[dict[str, Any]] = None
+    for item in baselines:
+        alone = by_key.get((item.temperature, "none"))
+        values = describe(item, alone, thinking=thinking, resamples=resamples, seed=seed)
+        values |= {"drafter": "untrained", "trained_minus_untrained": _against(
+            by_key.get((item.temperature, "fixed")), item, resamples, seed)}
+        described[f"{item.id}-untrained"] = values
+        first = values if first is None else first
+    default = next((item for item in settings if item.decoding == "fixed"), settings[0] if settings else None)
+    return {
+        **{key: value for key, value in header.items() if key != "thinking"}, "schema_version": SCHEMA_VERSION,
+        "settings": described, "default_setting": None if default is None else default.id,
+        "macro": None if default is None else described[default.id]["macro"], "untrained": first,
+        "greedy_check": greedy_check, "skipped": skipped, "definitions": DEFINITIONS, "seed": seed,
+    }
