@@ -191,7 +191,7 @@ def _schedule(rows: Ints, tau: Floats, theta: Floats, admitted: int, requests: i
 
 def schedule_prefixes(survival: ArrayLike, steps_per_second: StepsPerSecond, *,
                       caps: Optional[ArrayLike] = None) -> Schedule:
-    """Hardware-aware prefix scheduling (Algorithm 1): admit by descending survival while ``Theta`` rises.
+    """Hardware-aware prefix scheduling (Alg. 1): admit by descending survival while ``Theta`` rises.
 
     The first admission that does not raise Theta ends the search, so whether a token is verified never depends on the
     tokens drafted after it: the output distribution stays the target's (Appendix A shows what a global search does).

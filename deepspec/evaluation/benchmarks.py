@@ -68,19 +68,9 @@ def _unanswered(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...
     return found if any(is_slot(message) for message in found) else found + ({"role": "assistant"},)
 
 
-def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of ``turns`` as messages with an answer to generate after each."""
-    turns = row.get("turns")
-    if not isinstance(turns, list) or "messages" in row:
-        return row
-    pairs = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in turns]
-    kept = {key: value for key, value in row.items() if key != "turns"}
-    return kept | {"messages": [message for pair in pairs for message in pair]}
-
-
 def _from_row(config: BenchmarkConfig, number: int, row: dict[str, Any]) -> Conversation:
     try:
-        messages, tools = conversation(_with_answers(row))
+        messages, tools = conversation(row)
     except RowRefused as error:
         raise InputRefused(f"{config.path}:{number}: not a prompt ({error}). A row has \"prompt\": text, "
                            "\"turns\": [text, ..] or \"messages\": [{role, content}, ..].") from None
