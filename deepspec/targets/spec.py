@@ -1,0 +1,105 @@
+"""What the rest of the project knows about a target's architecture. Imports no torch: plans and checks are instant."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Iterable, Optional
+
+from deepspec.config.schema import MISSING, TargetShape
+from deepspec.errors import InputRefused
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Sizes and constants of a target, read from its Hugging Face configuration.
+
+    ``vocab_size`` counts the rows of the embedding, not the tokenizer's entries. ``rope_parameters`` is the dictionary
+    of the full-attention layers. ``embed_scale`` multiplies the embedding rows (Gemma: sqrt(hidden_size)).
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    bos_token_id: Optional[int] = None
+    eos_token_ids: tuple[int, ...] = ()
+    final_logit_softcap: Optional[float] = None
+    embed_scale: float = 1.0
+
+    @classmethod
+    def from_hf_config(cls, config: Any, *, vocab_rows: Optional[int] = None,
+                       eos_token_ids: Iterable[int] = ()) -> "TargetSpec":
+        """Read a ``PretrainedConfig`` (its text part, where the model is multimodal).
+
+        ``vocab_rows`` overrides the configured vocabulary by the rows the weight really has; ``eos_token_ids`` (from
+        the generation configuration) are added to the configuration's own.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        rope = _rope_parameters(text)
+        heads = text.num_attention_heads
+        return cls(
+            model_type=config.model_type, hidden_size=text.hidden_size, intermediate_size=text.intermediate_size,
+            num_layers=text.num_hidden_layers, num_heads=heads,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocab_size=vocab_rows or text.vocab_size, rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta", 10000.0)), rope_parameters=rope,
+            max_position_embeddings=int(getattr(text, "max_position_embeddings", 0) or 0),
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            attention_bias=bool(getattr(text, "attention_bias", False)),
+            bos_token_id=getattr(text, "bos_token_id", None),
+            eos_token_ids=_merge_ids(getattr(text, "eos_token_id", None), eos_token_ids),
+            final_logit_softcap=getattr(text, "final_logit_softcapping", None), embed_scale=_embed_scale(text),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able copy."""
+        return asdict(self)
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """RoPE parameters of the full-attention layers: some models keep one dictionary per layer type."""
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    if isinstance(parameters.get("full_attention"), dict):
+        parameters = dict(parameters["full_attention"])
+    if "rope_theta" not in parameters and getattr(config, "rope_theta", None) is not None:
+        parameters["rope_theta"] = config.rope_theta
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    return parameters
+
+
+def _merge_ids(configured: Any, extra: Iterable[int]) -> tuple[int, ...]:
+    own = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    return tuple(dict.fromkeys(int(token) for token in [*own, *extra]))
+
+
+def _embed_scale(config: Any) -> float:
+    multiplier = getattr(config, "embedding_multiplier", None)
+    if multiplier is not None:
+        return float(multiplier)
+    return math.sqrt(config.hidden_size) if config.model_type.startswith("gemma") else 1.0
+
+
+def check_shape(spec: TargetSpec, shape: TargetShape) -> None:
+    """Compare the loaded target with the sizes its configuration promised; fields left open are not compared.
+
+    Raises InputRefused naming every field that differs, with both values.
+    """
+    differing = [
+        f"{name} is {getattr(spec, name)!r} but target.shape.{name} says {promised!r}"
+        for name, promised in asdict(shape).items() if promised != MISSING and promised != getattr(spec, name)
+    ]
+    if differing:
+        raise InputRefused(
+            f"The target that was loaded is not the one its configuration describes: {'; '.join(differing)}. "
+            "Correct target.shape, or point target.path at the model that was meant."
+        )

@@ -1,0 +1,50 @@
+"""The architecture as the rest of the project sees it."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tiny_targets import FAMILIES, tiny_target
+from transformers import Gemma3TextConfig
+
+from deepspec.config.schema import TargetShape
+from deepspec.errors import InputRefused
+from deepspec.targets.spec import TargetSpec, check_shape
+
+SHAPE = TargetShape(model_type="qwen3", hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2,
+                    head_dim=16, vocab_size=320)
+
+
+def test_importing_it_needs_no_torch() -> None:
+    code = "import sys, deepspec.targets.spec; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_sizes_are_read_from_the_configuration() -> None:
+    spec = TargetSpec.from_hf_config(FAMILIES["qwen3"]())
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 4, 2, 16)
+    assert spec.rope_theta == spec.rope_parameters["rope_theta"] and spec.eos_token_ids == (2,)
+    assert not spec.tie_word_embeddings and TargetSpec.from_hf_config(FAMILIES["qwen3_tied"]()).tie_word_embeddings
+    assert TargetSpec.from_hf_config(FAMILIES["llama"]()).attention_bias
+
+
+def test_gemma_scales_and_caps() -> None:
+    spec = TargetSpec.from_hf_config(FAMILIES["gemma2"]())
+    assert spec.final_logit_softcap == 3.0 and spec.embed_scale == math.sqrt(64)
+    nested = TargetSpec.from_hf_config(Gemma3TextConfig(num_hidden_layers=6))
+    assert nested.rope_theta == 1_000_000.0 and nested.rope_parameters["rope_type"] == "default"
+
+
+def test_end_tokens_of_all_places_are_merged() -> None:
+    spec = TargetSpec.from_hf_config(FAMILIES["qwen3"](), eos_token_ids=[7, 2, 9], vocab_rows=330)
+    assert spec.eos_token_ids == (2, 7, 9) and spec.vocab_size == 330
+
+
+def test_the_promised_shape_is_compared() -> None:
+    spec = tiny_target().spec
+    check_shape(spec, SHAPE)
+    check_shape(spec, TargetShape())  # nothing promised
+    with pytest.raises(InputRefused, match=r"num_kv_heads is 2 but target.shape.num_kv_heads says 4.*vocab_size is"):
+        check_shape(spec, replace(SHAPE, num_kv_heads=4, vocab_size=300))
