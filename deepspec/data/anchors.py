@@ -50,29 +50,29 @@ def build_blocks(samples: Sequence[Sample], anchors: Sequence[Tensor], draft_len
     lengths = torch.tensor([len(sample.input_ids) for sample in samples], dtype=torch.int64)
     ends = lengths.cumsum(0)
     counts = torch.tensor([len(positions) for positions in anchors], dtype=torch.int64)
-    positions_N = torch.cat([*anchors, torch.empty(0, dtype=torch.int64)]).long()
-    starts_N = (ends - lengths).repeat_interleave(counts)
-    rows_N = starts_N + positions_N
-    if positions_N.numel() and bool(((positions_N < 0) | (rows_N >= ends.repeat_interleave(counts))).any()):
+    anchor_positions = torch.cat([*anchors, torch.empty(0, dtype=torch.int64)]).long()
+    starts, block_ends = (ends - lengths).repeat_interleave(counts), ends.repeat_interleave(counts)
+    anchor_rows = starts + anchor_positions
+    if bool(((anchor_positions < 0) | (anchor_rows >= block_ends)).any()):
         raise ValueError("an anchor lies outside its document")
-    ids_T = torch.cat([*(sample.input_ids for sample in samples), torch.empty(0, dtype=torch.int64)])
-    mask_T = torch.cat([*(sample.loss_mask.bool() for sample in samples), torch.empty(0, dtype=torch.bool)])
+    all_ids = torch.cat([*(sample.input_ids for sample in samples), torch.empty(0, dtype=torch.int64)])
+    all_masks = torch.cat([*(sample.loss_mask.bool() for sample in samples), torch.empty(0, dtype=torch.bool)])
 
-    steps_K = torch.arange(draft_length)
-    label_rows_NK = rows_N[:, None] + 1 + steps_K
-    inside_NK = label_rows_NK < ends.repeat_interleave(counts)[:, None]
-    label_rows_NK = torch.where(inside_NK, label_rows_NK, rows_N[:, None])
+    steps = torch.arange(draft_length)
+    label_rows = anchor_rows[:, None] + 1 + steps  # [N, K]
+    inside = label_rows < block_ends[:, None]
+    label_rows = torch.where(inside, label_rows, anchor_rows[:, None])
     # A cumulative product makes the prefix contiguous: nothing after the first foreign token is taught.
-    mask_NK = (inside_NK & mask_T[label_rows_NK]).cumprod(dim=1).bool()
-    label_ids_NK = torch.where(mask_NK, ids_T[label_rows_NK], 0)
-    anchor_ids_N = ids_T[rows_N]
+    mask = (inside & all_masks[label_rows]).cumprod(dim=1).bool()
+    label_ids = torch.where(mask, all_ids[label_rows], 0)
+    anchor_ids = all_ids[anchor_rows]
     return AnchorBlocks(
-        anchor_rows=rows_N,
-        context_starts=starts_N,
-        anchor_positions=positions_N,
-        anchor_ids=anchor_ids_N,
-        label_ids=label_ids_NK,
-        previous_ids=torch.cat([anchor_ids_N[:, None], label_ids_NK[:, :-1]], dim=1),
-        target_rows=torch.where(mask_NK, rows_N[:, None] + steps_K, rows_N[:, None]),
-        mask=mask_NK,
+        anchor_rows=anchor_rows,
+        context_starts=starts,
+        anchor_positions=anchor_positions,
+        anchor_ids=anchor_ids,
+        label_ids=label_ids,
+        previous_ids=torch.cat([anchor_ids[:, None], label_ids[:, :-1]], dim=1),
+        target_rows=torch.where(mask, anchor_rows[:, None] + steps, anchor_rows[:, None]),
+        mask=mask,
     )

@@ -1,4 +1,4 @@
-"""Procedural mathematics and logic (reasoning-gym), competition problems (champ-dataset); both packages are optional."""
+"""Procedural mathematics and logic (reasoning-gym), competition problems (champ-dataset): both optional packages."""
 
 import importlib
 import json

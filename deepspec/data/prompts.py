@@ -1,7 +1,7 @@
 """The prompts of a run: read, checked, without duplicates, mixed by weight, split into train and held-out.
 
-Everything is decided by hashes of prompt ids, never by order or count: adding data moves no row across the split, and
-a larger ``max_prompts`` keeps every prompt of a smaller one.
+Everything is decided by hashes of prompt ids, never by order or count: adding data moves no row across the split
+(except rows held out only to reach ``min_held_out``), and a larger ``max_prompts`` keeps every prompt of a smaller one.
 """
 
 import hashlib

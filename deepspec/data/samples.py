@@ -110,7 +110,7 @@ def load_samples(directory: os.PathLike | str, split: str, max_length: int, *, v
     """Samples of one split, cut at ``max_length`` tokens, in prompt order.
 
     Samples without a place for a block are dropped and counted (``.dropped``). Raises InputRefused naming the row for
-    ids outside ``vocab_size``, for ``mask_token_id`` in the text, and when nothing is left of a non-empty split.
+    ids outside ``vocab_size``, for ``mask_token_id`` in the text, and when nothing is left to train on.
     """
     if max_length < 2:
         raise InputRefused(f"data.max_length={max_length} leaves no room for an anchor and a label; give at least 2")
@@ -128,6 +128,7 @@ def load_samples(directory: os.PathLike | str, split: str, max_length: int, *, v
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     log.info("%s: %d %s samples, %d tokens%s", path, len(kept), split, sum(len(run.ids) for run in kept),
              f"; dropped {reasons}" if dropped else "")
-    if dropped and not kept:
-        raise InputRefused(f"{path}: no usable {split} sample ({reasons}). Raise data.max_length or add prompts.")
+    if not kept and split == "train":
+        raise InputRefused(f"{path}: no usable {split} sample ({reasons or 'no rows'}). Raise data.max_length or add "
+                           "prompts.")
     return SampleSet(kept, dropped)

@@ -1,0 +1,200 @@
+"""Stage: the target's hidden states of every sample, into a feature store (DESIGN 3)."""
+
+import logging
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from deepspec import artifacts, distributed
+from deepspec.config import paths
+from deepspec.config.schema import Config
+from deepspec.data.batch import Sample
+from deepspec.data.feature_format import (
+    COMMAND,
+    INDEX,
+    PRODUCER,
+    BadFeatures,
+    StoreHeader,
+    estimate_bytes,
+    human_bytes,
+    require_disk,
+)
+from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index
+from deepspec.data.jsonl import DurableWriter, read_rows
+from deepspec.data.progress import Progress
+from deepspec.data.prompts import SPLITS
+from deepspec.data.rendering import Renderer
+from deepspec.data.rendezvous import Rendezvous, wait_for
+from deepspec.data.samples import SampleSet, load_samples
+from deepspec.data.sources import encode_samples, token_batches
+from deepspec.errors import InputRefused, UserError
+from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.load import load_target
+
+log = logging.getLogger(__name__)
+
+# Share of samples with unusable hidden states (NaN, overflow) that are set aside before the stage stops.
+QUARANTINE_LIMIT = 0.01
+
+
+@dataclass(frozen=True)
+class _Work:
+    """All samples of both splits, addressed by one index."""
+
+    sets: dict[str, SampleSet]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets.values()))
+
+    def get(self, index: int) -> tuple[str, Sample]:
+        """(split, sample)."""
+        for split, samples in self.sets.items():
+            if index < len(samples):
+                return split, samples[index]
+            index -= len(samples)
+        raise IndexError(index)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(chain.from_iterable(samples.sample_ids for samples in self.sets.values()))
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(chain.from_iterable(samples.lengths for samples in self.sets.values()))
+
+    def batches(self, token_budget: int) -> list[list[int]]:
+        """Indices of samples of similar length, longest first: the first batch needs the most memory."""
+        lengths = self.lengths
+        order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+        return [[order[place] for place in batch] for batch in
+                token_batches([lengths[index] for index in order], token_budget)]
+
+
+def run(config: Config) -> None:
+    """Extract what is not in a finished shard yet, on any number of ranks; then join the index.
+
+    Raises InputRefused when the disk cannot hold the store or the responses are of another renderer or target, and
+    UserError when the disk fills up or more than 1 % of the samples have unusable hidden states.
+    """
+    if config.features.mode != "cached":
+        log.info("features: computed while training (features.mode=%s), nothing to store", config.features.mode)
+        return
+    directory = paths.features_dir(config)
+    responses = artifacts.require_complete(paths.responses_dir(config), "Responses", "data_prep/generate_responses.py")
+    identity = artifacts.canonical_hash(responses.files)  # by content: answers made again may be the same
+    fingerprint = artifacts.canonical_hash({"key": paths.features_key(config), "responses": identity})
+    if artifacts.is_complete(directory, fingerprint):
+        log.info("features: up to date (%s)", directory)
+        return
+    target = load_target(config.target, device=distributed.device(), cache_dir=paths.model_cache(config))
+    header = _header(config, target, responses, identity)
+    work = _Work({
+        split: load_samples(paths.responses_dir(config), split, config.data.max_length,
+                            vocab_size=target.spec.vocab_size, mask_token_id=config.target.mask_token_id)
+        for split in SPLITS
+    })
+    meeting = Rendezvous(directory, "features")
+    if meeting.rank == 0:
+        _begin(config, directory, header, work, fingerprint, responses)
+    meeting.start(lambda: _prepare(directory, header, meeting))
+    result = _extract(config, directory, target, header, work, meeting)
+    meeting.finish(result)
+    if meeting.rank == 0:
+        _conclude(directory, work, meeting.collect())
+    else:
+        wait_for(lambda: artifacts.is_complete(directory, fingerprint), lambda: "features: waiting for rank 0")
+    meeting.end()
+
+
+def _header(config: Config, target: FrozenTarget, responses: artifacts.Manifest, identity: str) -> StoreHeader:
+    renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
+    for name, now in (("renderer_hash", renderer.hash), ("target_fingerprint", target.fingerprint)):
+        made_with = responses.facts.get(name)
+        if made_with is not None and made_with != now:
+            raise InputRefused(
+                f"{paths.responses_dir(config)}: the responses were made with {name}={made_with}, but it is {now} now. "
+                f"Delete that folder and make them again with: data_prep/generate_responses.py"
+            )
+    return StoreHeader(
+        target_fingerprint=target.fingerprint, renderer_hash=renderer.hash, responses_fingerprint=identity,
+        layers=tuple(target.feature_layers), hidden_size=target.spec.hidden_size, codec=config.features.codec,
+        source_dtype=str(target.dtype).removeprefix("torch."),
+    )
+
+
+def _begin(config: Config, directory: Path, header: StoreHeader, work: _Work, fingerprint: str,
+           responses: artifacts.Manifest) -> None:
+    needed = estimate_bytes(header, chain.from_iterable(work.sets.values()))
+    there = sum(path.stat().st_size for path in directory.glob("shard-*.bin")) if directory.exists() else 0
+    log.info("features: %d samples, about %s as %s", len(work), human_bytes(needed), header.codec)
+    require_disk(directory, max(0, needed - there))
+    artifacts.begin(directory, PRODUCER, fingerprint, inputs={"responses": responses.fingerprint}, seed=config.run.seed,
+                    config=paths.features_key(config), facts={"header": asdict(header), "estimated_bytes": needed})
+
+
+def _quarantine_file(directory: Path, rank: int) -> Path:
+    return directory / f"quarantine-{rank:05d}.jsonl"
+
+
+def _prepare(directory: Path, header: StoreHeader, meeting: Rendezvous) -> None:
+    clean_shards(directory, header, rank=meeting.rank, world_size=meeting.world_size)
+    for path in directory.glob("quarantine-*.jsonl"):
+        if int(path.stem.split("-")[-1]) % meeting.world_size == meeting.rank:
+            path.unlink(missing_ok=True)
+
+
+def _extract(config: Config, directory: Path, target: FrozenTarget, header: StoreHeader, work: _Work,
+             meeting: Rendezvous) -> dict[str, Any]:
+    """This rank's batches. They are dealt over all samples, finished or not, so that every rank deals alike."""
+    done = finished_samples(directory)
+    ids, allowed = work.ids, max(1, int(QUARANTINE_LIMIT * len(work)))
+    batches = work.batches(config.features.token_budget)[meeting.rank::meeting.world_size]
+    todo = [[index for index in batch if ids[index] not in done] for batch in batches]
+    if done:
+        log.info("features: %d of %d samples are in finished shards", len(done), len(ids))
+    writer = FeatureWriter(directory, header, shard_bytes=config.features.shard_megabytes * 2**20, rank=meeting.rank)
+    quarantined = 0
+    with DurableWriter(_quarantine_file(directory, meeting.rank)) as aside, \
+            Progress("features", sum(map(len, todo)), "samples") as progress:
+        for batch in filter(None, todo):
+            splits, samples = zip(*map(work.get, batch))
+            for split, item in zip(splits, encode_samples(target, samples)):
+                try:
+                    writer.write(item.sample, split, item.features.cpu(), item.last_hidden.cpu())
+                except BadFeatures as error:
+                    quarantined += 1
+                    log.error("features: set aside: %s", error)
+                    aside.write({"sample_id": item.sample.sample_id, "reason": str(error)})
+                    if quarantined > allowed:
+                        writer.close()
+                        raise UserError(f"{quarantined} samples have unusable hidden states, at most {allowed} may; "
+                                        f"the last: {error} All are in {directory}/quarantine-*.jsonl") from None
+                progress.add(len(item.sample.input_ids))
+        writer.close()
+    return {"samples": writer.samples, "tokens": progress.tokens, "seconds": progress.seconds,
+            "quarantined": quarantined}
+
+
+def _conclude(directory: Path, work: _Work, results: list[dict[str, Any]]) -> None:
+    aside = {
+        row["sample_id"] for path in sorted(directory.glob("quarantine-*.jsonl")) for _, row in read_rows(path)
+    }
+    if len(aside) > max(1, int(QUARANTINE_LIMIT * len(work))):
+        raise UserError(f"{directory}: {len(aside)} of {len(work)} samples have unusable hidden states, more than "
+                        f"{QUARANTINE_LIMIT:.0%}. They are listed in quarantine-*.jsonl; run {COMMAND} again when the "
+                        "cause is mended.")
+    shards = join_index(directory, work.ids, aside)
+    manifest = artifacts.read_manifest(directory)
+    assert manifest is not None, "begun by this stage"
+    seconds = max(float(result["seconds"]) for result in results)
+    facts = {
+        "shards": shards, "quarantined": sorted(aside), "tokens": sum(work.lengths),
+        "bytes": sum(shard["bytes"] for shard in shards.values()),
+        "samples": {split: len(samples) for split, samples in work.sets.items()},
+        "dropped": {split: samples.dropped for split, samples in work.sets.items()},
+        "tokens_per_second": round(sum(int(result["tokens"]) for result in results) / seconds, 2),
+    }
+    artifacts.complete(directory, manifest, [INDEX], facts)
+    log.info("features: %d samples, %d tokens, %s in %d shards%s, in %s", len(work) - len(aside), facts["tokens"],
+             human_bytes(facts["bytes"]), len(shards), f", {len(aside)} set aside" if aside else "", directory)
