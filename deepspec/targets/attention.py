@@ -10,7 +10,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from deepspec.errors import InputRefused
@@ -67,17 +67,17 @@ def causal_mask(positions: Tensor, keys: int, window: Optional[int], dtype: torc
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention of one document whose last Tq tokens are the queries: [1, H, Tq, d] over [1, Hkv, Tk, d]."""
-    queries, keys, window = query.shape[2], key.shape[2], options.window
-    windowed = window is not None and keys > window
-    if queries == keys and not windowed:
+    queries, keys = query.shape[2], key.shape[2]
+    window = options.window if options.window is not None and keys > options.window else None
+    if queries == keys and window is None:
         return attend(query, key, value, options, causal=queries > 1)
     output = torch.empty_like(query)
     for begin in range(0, queries, _QUERY_CHUNK):
         end = min(queries, begin + _QUERY_CHUNK)
         last = keys - queries + end
-        first = max(0, keys - queries + begin - window + 1) if windowed else 0
+        first = 0 if window is None else max(0, keys - queries + begin - window + 1)
         positions = torch.arange(keys - queries + begin, last, device=query.device)
-        mask = causal_mask(positions, last - first, window if windowed else None, query.dtype, first)
+        mask = causal_mask(positions, last - first, window, query.dtype, first)
         output[:, :, begin:end] = attend(
             query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], options, mask=mask)
     return output
@@ -105,7 +105,7 @@ class DocumentLayout:
         return output
 
 
-def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
+def packed_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
                      *, packed: PackedLayout, scaling: Optional[float] = None, sliding_window: Optional[int] = None,
                      softcap: Optional[float] = None, **other: Any) -> tuple[Tensor, None]:
     """The function registered with transformers. ``attention_mask`` is a dummy: ``packed`` decides what is visible."""
@@ -116,7 +116,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     options = AttentionOptions(scale=scale, window=sliding_window, softcap=softcap)
-    return packed.attend(module.layer_idx, query, key, value, options), None
+    return packed.attend(int(module.layer_idx), query, key, value, options), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -40,8 +40,10 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *,
                  feature_layers: Sequence[int] = (), mask_token_id: Optional[int] = None, name: str = "target") -> None:
-        self._model = model.eval().requires_grad_(False)
-        self._decoder = model.get_decoder()
+        model.eval()
+        model.requires_grad_(False)
+        self._model: Any = model
+        self._decoder: Any = model.get_decoder()
         self.name = name
         self.tokenizer = tokenizer
         self.layers: nn.ModuleList = self._decoder.layers
@@ -158,21 +160,26 @@ class FrozenTarget:
 
     @torch.no_grad()
     def self_check(self) -> float:
-        """Compare ``lm_head(last_hidden)`` of a packed pass with the logits of the model's own forward.
+        """Compare ``lm_head(last_hidden)`` of a packed pass and of cached steps with the model's own logits.
 
         Returns the largest difference. Raises InputRefused when it exceeds rounding: the final norm, a scale, or a
         kind of attention is then not what this class assumes, and every feature would be wrong.
         """
         ids = torch.arange(_CHECK_TOKENS, device=self.device) * 7919 % self.tokenizer_size
-        split = [_CHECK_TOKENS // 3, _CHECK_TOKENS - _CHECK_TOKENS // 3]
+        first = _CHECK_TOKENS // 3
+        split = [first, _CHECK_TOKENS - first]
         packed = self._raw_logits(self.encode(ids, split, features=False).last_hidden)
+        cache = self.new_cache(2, _CHECK_TOKENS)
+        steps = [self.step(ids[:-1], [0, 1], [first, split[1] - 1], cache, features=False),
+                 self.step(ids[-1:], [1], [1], cache, features=False)]
+        cached = self._raw_logits(torch.cat([step.last_hidden for step in steps]))
         self._model.set_attn_implementation(self._attention)
         try:
             parts = [self._model(part[None], use_cache=False).logits[0].float() for part in ids.split(split)]
         finally:
             self._model.set_attn_implementation(PACKED_ATTENTION)
         reference = torch.cat(parts)
-        difference = float((packed - reference).abs().max())
+        difference = max(float((logits - reference).abs().max()) for logits in (packed, cached))
         relative = difference / max(float(reference.abs().max()), 1.0)
         if not relative <= (1e-3 if self.dtype == torch.float32 else 5e-2):
             raise InputRefused(
@@ -197,7 +204,7 @@ class FrozenTarget:
 
 def _hash_tensor(name: str, tensor: Tensor) -> bytes:
     digest = hashlib.sha256(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -231,6 +238,8 @@ def _check_mask(mask_token_id: Optional[int], rows: int, name: str) -> Optional[
 
 def _check_attention(config: Any, name: str) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if getattr(config, "kv_lora_rank", None) is not None:
+        unknown.append("latent attention (kv_lora_rank)")
     if unknown:
         raise InputRefused(
             f"{name} ({config.model_type}) has layers of type {', '.join(unknown)}; packed attention knows "

@@ -60,10 +60,11 @@ def _admit(rows: list[Optional[_Row]], waiting: deque[GenerateRequest], cache: P
         rows[index] = _Row(request, list(request.prompt_ids), [])
 
 
-def _advance(target: FrozenTarget, rows: list[Optional[_Row]], cache: PackedCache, sampling: Sampling) -> list[int]:
-    """One forward over all occupied rows; appends one sampled token to each and returns their indices."""
-    active = [index for index, row in enumerate(rows) if row is not None]
-    current = [rows[index] for index in active]
+def _advance(target: FrozenTarget, rows: list[Optional[_Row]], cache: PackedCache,
+             sampling: Sampling) -> dict[int, _Row]:
+    """One forward over all occupied rows; appends one sampled token to each and returns them by index."""
+    occupied = {index: row for index, row in enumerate(rows) if row is not None}
+    active, current = list(occupied), list(occupied.values())
     counts = [len(row.pending) for row in current]
     ids = torch.tensor([token for row in current for token in row.pending], dtype=torch.int64)
     hidden = target.step(ids, active, counts, cache, features=False).last_hidden
@@ -74,7 +75,7 @@ def _advance(target: FrozenTarget, rows: list[Optional[_Row]], cache: PackedCach
     for row, token in zip(current, pick(probs, draws).tolist()):
         row.response.append(token)
         row.pending = [token]
-    return active
+    return occupied
 
 
 def _finish_reason(row: _Row, stop_ids: frozenset[int]) -> Optional[str]:
@@ -101,8 +102,7 @@ def generate(target: FrozenTarget, prompts: Iterable[GenerateRequest], sampling:
     stop_ids = frozenset(target.spec.eos_token_ids)
     while waiting or any(row is not None for row in rows):
         _admit(rows, waiting, cache)
-        for index in _advance(target, rows, cache, sampling):
-            row = rows[index]
+        for index, row in _advance(target, rows, cache, sampling).items():
             reason = _finish_reason(row, stop_ids)
             if reason is None:
                 continue

@@ -37,8 +37,9 @@ def load_target(config: TargetConfig, *, device: torch.device | str, cache_dir: 
         check_folder(folder)
         tokenizer = load_tokenizer(folder, config)
         model = _load_model(folder, config)
+    model.to(torch.device(device))  # type: ignore[arg-type]  # transformers hides the signature behind a wrapper
     target = FrozenTarget(
-        model.to(device), tokenizer, feature_layers=config.feature_layers if features else (), name=config.name,
+        model, tokenizer, feature_layers=config.feature_layers if features else (), name=config.name,
         mask_token_id=None if config.mask_token_id == MISSING else config.mask_token_id)
     check_shape(target.spec, config.shape)
     target.self_check()
@@ -89,7 +90,7 @@ def load_tokenizer(folder: Path, config: TargetConfig) -> PreTrainedTokenizerFas
         raise InputRefused(f"The tokenizer of {config.name} is missing: {folder} has no tokenizer.json. Copy the "
                            "model's tokenizer files into that folder.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputRefused(f"The tokenizer of {config.name} in {folder} cannot be loaded ({_first_line(error)}). Copy "
                            "its tokenizer files into that folder.") from None
@@ -111,12 +112,13 @@ def load_tokenizer(folder: Path, config: TargetConfig) -> PreTrainedTokenizerFas
 
 def _load_model(folder: Path, config: TargetConfig) -> PreTrainedModel:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_DTYPES[config.dtype], trust_remote_code=config.trust_remote_code, local_files_only=True,
             use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise InputRefused(f"The target {config.name} in {folder} cannot be loaded: {_first_line(error)}. Download it "
                            "again, or correct target.path.") from None
+    model, report = loaded
     _check_report(report, folder, config.name)
     if model.config.get_text_config().tie_word_embeddings:
         head, embed = model.get_output_embeddings().weight, model.get_input_embeddings().weight
