@@ -27,6 +27,7 @@ CONFIG = "drafter/config.json"
 OPTIMIZER = "engine/optimizer.safetensors"
 STATE = "state.json"
 PRODUCER = "train"
+_TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight")  # published drafters carry copies
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,30 @@ def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path
 def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
     """Copy a checkpoint's weights into a drafter that no engine has wrapped yet, after ``check_tensors``."""
     path = Path(checkpoint_dir) / MODEL
-    tensors = _load(path)
-    check_tensors(drafter, tensors, path)
+    _copy(drafter, _load(path), path)
+
+
+def load_exported(drafter: nn.Module, folder: Path) -> None:
+    """Copy an exported (or published) drafter's weights; its embedding and LM head, if stored, are the target's.
+
+    Raises InputRefused when it is absent, of another shape, or made for other feature layers or mask token.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise InputRefused(f"drafter.init_from={folder} has no .safetensors file. Give an exported drafter's folder.")
+    theirs, ours = shape_from_config(_read_json(Path(folder) / "config.json")), drafter.shape
+    for name in ("feature_layers", "mask_token_id"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise InputRefused(
+                f"drafter.init_from={folder} was made with {name}={getattr(theirs, name)!r}, this run has "
+                f"{getattr(ours, name)!r}. Use the same value, or start from something else."
+            )
+    tensors = {name: value for path in files for name, value in _load(path).items()}
+    _copy(drafter, {name: value for name, value in tensors.items() if name not in _TARGETS_OWN}, Path(folder))
+
+
+def _copy(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
+    check_tensors(drafter, tensors, where)
     for name, parameter in drafter.named_parameters():
         if name in tensors:
             parameter.data.copy_(tensors[name])

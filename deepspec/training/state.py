@@ -56,12 +56,26 @@ def _read(engine: Any, parameter: Tensor, key: Optional[str]) -> Tensor:
 
 
 def _write(engine: Any, parameter: Tensor, key: Optional[str], value: Tensor) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    import deepspeed.utils as hooks
 
     if engine.zero_optimization_stage() == 0:
         with torch.no_grad():
             (parameter if key is None else engine.basic_optimizer.state[parameter][key]).copy_(value)
+    elif engine.zero_optimization_stage() == 3:
+        # Its function for whole tensors fails where a parameter does not divide by the number of ranks.
+        part = _own_partition(value, parameter.ds_tensor.numel())
+        if key is None:
+            hooks.safe_set_local_fp32_param(parameter, part)
+        else:
+            hooks.safe_set_local_optimizer_state(parameter, part, key)
     elif key is None:
-        safe_set_full_fp32_param(parameter, value)
+        hooks.safe_set_full_fp32_param(parameter, value)
     else:
-        safe_set_full_optimizer_state(parameter, value, key)
+        hooks.safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _own_partition(value: Tensor, size: int) -> Tensor:
+    """This rank's ``size`` elements of a flattened tensor, zeros beyond its end."""
+    padded = torch.zeros(size * distributed.world_size(), dtype=value.dtype)
+    padded[:value.numel()] = value.flatten()
+    return padded.narrow(0, size * distributed.rank(), size)

@@ -1,0 +1,147 @@
+"""Stage: train the drafter on the features of the responses; leaves checkpoints and metrics.jsonl in run.dir."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import NamedTuple, Optional, Sequence
+
+import torch
+
+from deepspec import distributed
+from deepspec.artifacts import canonical_hash, read_manifest
+from deepspec.config.paths import features_dir, model_cache, responses_dir, run_dir
+from deepspec.config.schema import Config
+from deepspec.data.batch import Sample
+from deepspec.data.rendering import Renderer
+from deepspec.data.samples import load_samples
+from deepspec.data.sources import CachedFeatures, Expected, FeatureSource, OnlineFeatures
+from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.registry import build_drafter, shape_from
+from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.warm_start import warm_start
+from deepspec.errors import ConfigError
+from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.load import load_target
+from deepspec.tracking import Tracker
+from deepspec.training import checkpoint
+from deepspec.training.identity import run_identity
+from deepspec.training.packs import Packer
+from deepspec.training.session import shared_weights
+from deepspec.training.trainer import DrafterTrainer, TrainResult
+from deepspec.training.validate import make_validator
+
+log = logging.getLogger(__name__)
+JOB_TYPE = "train_drafter"
+
+
+class Data(NamedTuple):
+    """Samples with hidden states; ``documents`` are the same ones without, where they are at hand."""
+
+    train: FeatureSource
+    documents: Optional[Sequence[Sample]]
+    held_out: FeatureSource
+    fingerprint: str
+
+
+def run(config: Config) -> None:
+    """Train, or continue, or say that there is nothing to do. Ends the process with 0 when SIGTERM asked for that."""
+    distributed.init()
+    tracker = Tracker.start(dataclasses.asdict(config) | {"world_size": distributed.world_size()}, config.tracking,
+                            config.run.name, run_dir(config), JOB_TYPE, id=_tracking_id(config))
+    failed = True
+    try:
+        result = train(config, tracker)
+        failed = False
+    finally:
+        tracker.finish(failed)
+    if result.stopped:
+        log.info("stopped by a signal after step %d of %d; checkpoint saved, the same command continues from it",
+                 result.step, result.total_steps)
+        distributed.barrier()
+        distributed.shutdown()
+        raise SystemExit(0)
+
+
+def train(config: Config, tracker: Tracker) -> TrainResult:
+    """Put target, data, drafter and trainer together and run them."""
+    online = config.features.mode == "online"
+    if config.features.mode not in ("cached", "online"):
+        raise ConfigError(f"features.mode={config.features.mode!r} must be cached or online.")
+    device = distributed.device()
+    # With features on disk the target is needed for two of its matrices only: the rest never reaches the GPU.
+    target = load_target(config.target, device=device if online else "cpu", cache_dir=model_cache(config))
+    shape = shape_from(target.spec, config.target, config.drafter)
+    on_target = shared_weights(target)
+    shared = SharedWeights(on_target.embed.to(device), on_target.lm_head.to(device), on_target.fingerprint)
+    drafter = make_drafter(config, shape, shared, target)
+    data = load_data(config, target)
+    if not online:
+        del target, on_target
+    identity = run_identity(config, shape, target=shared.fingerprint, data=data.fingerprint)
+    packer = Packer(data.train, shape, config.trainer, config.objective, seed=config.run.seed,
+                    num_workers=config.data.num_workers, documents=data.documents)
+    validate = None
+    if len(data.held_out):
+        validate = make_validator(data.held_out, shape, config.trainer, config.objective, seed=config.run.seed,
+                                  run_dir=run_dir(config), tracker=tracker)
+    trainer = DrafterTrainer(drafter, packer, config, identity=identity, tracker=tracker, validate=validate)
+    log.info("training %.1f M parameters on %d samples: %d steps of %d samples", _millions(drafter), len(data.train),
+             trainer.total_steps, config.trainer.global_batch_size)
+    result = trainer.run()
+    if result.trained and result.row:
+        tracker.summary({"final/loss": result.row["loss"],
+                         "final/acceptance_length_proxy": result.row["acceptance_length_proxy"]})
+        log.info("trained to step %d of %d: loss %.4f, acceptance length %.3f (analytic, training samples), %d skipped", result.step, result.total_steps, result.row["loss"], result.row["acceptance_length_proxy"],
+                 result.row["skipped_steps"])
+    return result
+
+
+def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: FrozenTarget) -> DSparkDrafter:
+    """A drafter initialised from the seed, the target's last layers, or an exported drafter."""
+    torch.manual_seed(config.run.seed)
+    drafter = build_drafter(shape, shared, confidence_detach=config.objective.confidence_detach,
+                            activation_checkpointing=config.trainer.activation_checkpointing)
+    if config.drafter.warm_start and config.drafter.init_from:
+        raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
+    if config.drafter.warm_start:
+        count = warm_start(drafter, target.layers)
+        log.info("warm start: %d tensors copied from the target's last layers", count)
+    if config.drafter.init_from:
+        checkpoint.load_exported(drafter, Path(config.drafter.init_from))
+        log.info("starting from the drafter in %s", config.drafter.init_from)
+    return drafter
+
+
+def load_data(config: Config, target: FrozenTarget) -> Data:
+    """Training and held-out samples, from a store or through the target. Raises InputRefused for wrong ones."""
+    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+    responses = read_manifest(responses_dir(config))
+    content = canonical_hash(responses.files) if responses is not None and responses.status == "complete" else None
+    if config.features.mode == "cached":
+        directory = features_dir(config)
+        renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
+        expected = Expected(target_fingerprint=target.fingerprint, layers=tuple(config.target.feature_layers),
+                            renderer_hash=renderer.hash, responses_fingerprint=content)
+        stores = [CachedFeatures(directory, split=split, expected=expected, dtype=dtype) for split in _SPLITS]
+        return Data(stores[0], None, stores[1], stores[0].store.manifest.fingerprint)
+    directory = responses_dir(config)
+    samples = [
+        load_samples(directory, split, config.data.max_length, vocab_size=target.spec.vocab_size,
+                     mask_token_id=config.target.mask_token_id) for split in _SPLITS
+    ]
+    sources = [OnlineFeatures(target, part, token_budget=config.features.token_budget, dtype=dtype) for part in samples]
+    return Data(sources[0], samples[0], sources[1], f"online:{content}:{config.data.max_length}")
+
+
+_SPLITS = ("train", "held_out")
+
+
+def _tracking_id(config: Config) -> Optional[str]:
+    if config.trainer.resume == "never":
+        return None
+    found = checkpoint.find_latest(run_dir(config))
+    return checkpoint.read_state(found).tracking_id if found is not None else None
+
+
+def _millions(drafter: DSparkDrafter) -> float:
+    return sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
