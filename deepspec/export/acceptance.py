@@ -14,8 +14,14 @@ def histogram(per_position: Any, rounds: Any) -> Optional[list[int]]:
     return [round(reached[k] - reached[k + 1]) for k in range(len(counts) + 1)]
 
 
+def speculative_settings(evaluation: Optional[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The settings in which this drafter took part: not those of the target alone or of an untrained drafter."""
+    return {name: setting for name, setting in ((evaluation or {}).get("settings") or {}).items()
+            if setting.get("decoding") != "none" and setting.get("drafter") != "untrained"}
+
+
 def acceptance(evaluation: Mapping[str, Any], draft_length: int) -> dict[str, Any]:
-    """Acceptance per setting, domain and benchmark under vLLM's field names; pooled, the bonus token included."""
+    """Acceptance per setting, domain and benchmark under vLLM field names; pooled, bonus token included."""
     def entry(values: Mapping[str, Any]) -> dict[str, Any]:
         found = {"mean_acceptance_length": values.get("acceptance_length"),
                  "mean_acceptance_length_ci95": values.get("acceptance_length_ci95"),
@@ -25,16 +31,18 @@ def acceptance(evaluation: Mapping[str, Any], draft_length: int) -> dict[str, An
                  "conditional_acceptance": values.get("conditional_acceptance")}
         if values.get("drafted"):
             found["draft_acceptance_rate"] = values["accepted"] / values["drafted"]
-        counts = histogram(values.get("accepted_per_position"), values.get("rounds"))
+        counts = values.get("accepted_histogram")
+        if counts is None:
+            counts = histogram(values.get("accepted_per_position"), values.get("rounds"))
         if counts is not None:
             found["acceptance_histogram"] = counts
         return {key: value for key, value in found.items() if value is not None}
 
     settings = {
-        name: {**{key: setting.get(key) for key in ("temperature", "thinking", "mode")},
+        name: {**{key: setting.get(key) for key in ("temperature", "thinking", "mode", "decoding", "batch_size")},
                "domains": {key: entry(value) for key, value in (setting.get("domains") or {}).items()},
                "benchmarks": {key: entry(value) for key, value in (setting.get("benchmarks") or {}).items()}}
-        for name, setting in (evaluation.get("settings") or {}).items()
+        for name, setting in speculative_settings(evaluation).items()
     }
     return {"schema_version": 1, "settings": settings,
             "convention": "acceptance length = 1 + accepted / steps: the bonus token counts, pooled over all steps"}
@@ -42,13 +50,13 @@ def acceptance(evaluation: Mapping[str, Any], draft_length: int) -> dict[str, An
 
 def mean_survival(evaluation: Optional[Mapping[str, Any]], draft_length: int) -> Optional[list[float]]:
     """Pooled share of steps that accepted at least 1, .. K tokens, over the first sampled setting of full drafts."""
-    for setting in ((evaluation or {}).get("settings") or {}).values():
+    for setting in speculative_settings(evaluation).values():
         benchmarks = list((setting.get("benchmarks") or {}).values())
         totals, rounds = [0.0] * draft_length, 0
         for values in benchmarks:
             counts = histogram(values.get("accepted_per_position"), values.get("rounds"))
             full = counts is not None and len(counts) == draft_length + 1
-            if not full or values["drafted"] < 0.99 * draft_length * values["rounds"]:
+            if not full or values["drafted"] < 0.95 * draft_length * values["rounds"]:
                 continue
             rounds += values["rounds"]
             for k in range(draft_length):

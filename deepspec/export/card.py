@@ -4,6 +4,7 @@ from typing import Any, Iterable, Mapping, Optional
 
 from deepspec.config.schema import Config
 from deepspec.export import engines, layout
+from deepspec.export.acceptance import speculative_settings
 from deepspec.export.evidence import Evidence
 from deepspec.export.launch import Origin, launch_text
 from deepspec.targets.spec import TargetSpec
@@ -62,14 +63,15 @@ def _data(config: Config) -> list[str]:
 
 def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str], gamma: int) -> list[str]:
     lines = ["## Acceptance", ""]
-    settings = (evaluation or {}).get("settings") or {}
+    settings = speculative_settings(evaluation)
     if not settings:
         return lines + [f"Not measured: {missing or 'no settings in evaluation.json'}.", ""]
     lines += ["Tokens per target step, the bonus token included, pooled over all rounds. Conditional acceptance at "
               f"position k: given that all before it were accepted. At most {gamma} draft tokens.", ""]
     for name, setting in settings.items():
         lines += [f"### Setting `{name}`: temperature {setting.get('temperature')}, thinking "
-                  f"{setting.get('thinking')}, {setting.get('mode')}, batch {setting.get('batch_size')}", ""]
+                  f"{setting.get('thinking')}, {setting.get('mode')}, {setting.get('decoding', 'fixed')} lengths, "
+                  f"batch {setting.get('batch_size')}", ""]
         rows = []
         for kind in ("domains", "benchmarks"):
             for key, value in (setting.get(kind) or {}).items():

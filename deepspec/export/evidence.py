@@ -45,19 +45,21 @@ def read_cells(path: Path) -> tuple[ProfileCell, ...]:
     return tuple(cells)
 
 
-def _mismatch(values: dict[str, Any], accepted: tuple[str, ...]) -> Optional[str]:
-    """Why ``values`` are not about this drafter: a hash of another one."""
-    sha = values.get("drafter_sha256") or values.get("drafter")
-    if isinstance(sha, dict):
-        sha = sha.get("sha256")
-    looks_like_hash = isinstance(sha, str) and len(sha) == 64
-    return f"measured with another drafter ({sha[:12]})" if looks_like_hash and sha not in accepted else None
+def _mismatch(values: dict[str, Any], drafter_sha256: str, target_sha256: str) -> Optional[str]:
+    """Why ``values`` are not about this drafter and target: a hash of another one."""
+    found = values.get("drafter_sha256") or values.get("drafter")
+    if isinstance(found, str) and len(found) == 64 and found != drafter_sha256:
+        return f"it is of another drafter ({found[:12]}, this is {drafter_sha256[:12]})"
+    target = values.get("target_sha256")
+    if isinstance(target, str) and target != target_sha256:
+        return f"it was measured with another target ({target[:12]}, this is {target_sha256[:12]})"
+    return None
 
 
-def gather(run_dir: Path, accepted: tuple[str, ...], draft_length: int) -> Evidence:
-    """Read the run's results. ``accepted``: SHA-256 of the weights this export is made of.
+def gather(run_dir: Path, drafter_sha256: str, target_sha256: str, draft_length: int) -> Evidence:
+    """Read the run's results.
 
-    A result that belongs to another drafter or another block size is left out, and ``absent`` says so.
+    A result that belongs to other weights or another block size is left out, and ``absent`` says so.
     """
     absent: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -66,7 +68,8 @@ def gather(run_dir: Path, accepted: tuple[str, ...], draft_length: int) -> Evide
     files = {"calibration": "calibration.json", "evaluation": "evaluation.json", "profile": "profile/sps.json"}
     for name, file in files.items():
         values = _read(run_dir / file)
-        reason = f"not there; make it with {commands[name]}" if values is None else _mismatch(values, accepted)
+        reason = f"not there; make it with {commands[name]}" if values is None else _mismatch(
+            values, drafter_sha256, target_sha256)
         if reason is None and values is not None and name == "calibration":
             count = len(values.get("temperatures") or ())
             reason = None if count == draft_length else f"it has {count} temperatures for {draft_length} draft tokens"

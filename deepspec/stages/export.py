@@ -57,7 +57,7 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     )
     return ExportRequest(
         config=config, target=target, drafter=drafter.eval(), origin=origin,
-        evidence=gather(directory, (session.drafter_sha256,), drafter.shape.draft_length),
+        evidence=gather(directory, session.drafter_sha256, target.fingerprint, drafter.shape.draft_length),
         records=directory / "profile" / "records.jsonl", documents=_documents(config),
     )
 

@@ -61,5 +61,5 @@ def export_random(target_folder: Path, run_dir: Path, formats: tuple[str, ...] =
         parameter.data += 0.05 * torch.randn_like(parameter)
     origin = Origin(str(target_folder), None, target.fingerprint, "float32", "a" * 64, "step-1",
                     str(run_dir / "export"), ("Qwen3ForCausalLM",))
-    return export_drafter(ExportRequest(config, target, model, origin, gather(run_dir, ("a" * 64,), shape.draft_length),
-                                        run_dir / "profile" / "records.jsonl"))
+    evidence = gather(run_dir, "a" * 64, target.fingerprint, shape.draft_length)
+    return export_drafter(ExportRequest(config, target, model, origin, evidence, run_dir / "profile" / "records.jsonl"))

@@ -48,6 +48,16 @@ def test_served_output_is_the_targets_own(target_folder: Path, tmp_path: Path, d
     assert report["drafted"] == expected * report["rounds"] > 0
 
 
+def test_sampled_drafts_and_targets(target_folder: Path, tmp_path: Path) -> None:
+    """``draft_sample_method: probabilistic`` as the export writes it, at temperature 1."""
+    export = export_random(target_folder, tmp_path)
+    told = speculative_config(export)
+    assert told["draft_sample_method"] == "probabilistic"
+    report = serve({"target": str(target_folder), "speculative_config": told, "prompts": PROMPTS, "max_tokens": 16,
+                    "temperature": 1.0})
+    assert report["drafted"] == 4 * report["rounds"] > 0 and [len(ids) for ids in report["tokens"]] == [16, 16]
+
+
 def test_tied_target(tmp_path: Path) -> None:
     folder = save_target(tmp_path / "target", tied=True)
     export = export_random(folder, tmp_path / "run")

@@ -34,6 +34,20 @@ def prepare(method: str) -> None:
     # The runner asks which Triton backend is active before it launches a kernel; interpreted kernels need none.
     driver = types.SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+    mend_masks()
+
+
+def mend_masks() -> None:
+    """Triton 3.9's interpreter keeps ``mask & scalar`` as int32, which its own loads and stores then refuse."""
+    from triton.runtime import interpreter
+
+    def as_bool(mask: Any) -> Any:
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    builder.create_masked_load = lambda self, ptrs, mask, *rest: load(self, ptrs, as_bool(mask), *rest)
+    builder.create_masked_store = lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, as_bool(mask), *rest)
 
 
 def mend_key_norm() -> None:

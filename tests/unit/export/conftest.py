@@ -86,9 +86,9 @@ def make_request(target_folder: Path, target: Any, tmp_path: Path) -> Callable[.
             parameter.data += 0.05 * torch.randn_like(parameter)
         origin = Origin(str(target_folder), None, target.fingerprint, "float32", SHA, "step-1",
                         str(tmp_path / "run" / "export"), ("Qwen3ForCausalLM",))
-        return ExportRequest(config, target, model, origin,
-                             evidence or gather(tmp_path / "run", (SHA,), shape.draft_length),
-                             tmp_path / "run" / "profile" / "records.jsonl", documents)
+        found = evidence or gather(tmp_path / "run", SHA, target.fingerprint, shape.draft_length)
+        return ExportRequest(config, target, model, origin, found, tmp_path / "run" / "profile" / "records.jsonl",
+                             documents)
 
     return make
 
@@ -120,5 +120,6 @@ def evidence_files(tmp_path: Path) -> Path:
     (run / "evaluation.json").write_text(json.dumps({
         "drafter": SHA, "block_size": 4, "macro": {"acceptance_length": 2.5},
         "settings": {"t1": {"temperature": 1.0, "thinking": False, "mode": "sampled", "batch_size": 8,
-                            "benchmarks": {"held_out": benchmark}, "domains": {"math": benchmark}}}}))
+                            "decoding": "fixed", "benchmarks": {"held_out": benchmark},
+                            "domains": {"math": benchmark}}}}))
     return run

@@ -1,5 +1,6 @@
 """A plan needs nothing but options, and its numbers are those of the published checkpoints."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from deepspec.config import paths
 from deepspec.config.schema import Config
-from deepspec.planning import memory, work
+from deepspec.planning import memory, samples, work
 from deepspec.planning.plan import duration, make_plan, render, size
 from deepspec.planning.sizes import count_parameters
 
@@ -57,13 +58,38 @@ def test_counts_equal_a_built_drafter(composed: Callable[..., Config]) -> None:
 
 
 def test_cache_bytes(qwen3_4b: Config) -> None:
-    assert work.cache_bytes_per_token(qwen3_4b) == 30_720
+    assert samples.cache_bytes_per_token(qwen3_4b) == 30_720
     load = work.workload(qwen3_4b, count_parameters(qwen3_4b))
-    assert load.prompts == 1_300_000 and load.cache_bytes == 1_300_000 * 950 * 30_720
+    assert load.prompts == 1_300_000 and 0.9 < load.cache_bytes / (1_300_000 * 950 * 30_720) < 1.0
     qwen3_4b.features.codec = "int8"
-    assert work.cache_bytes_per_token(qwen3_4b) / 30_720 < 0.52
+    assert samples.cache_bytes_per_token(qwen3_4b) / 30_720 < 0.52
     qwen3_4b.features.mode = "online"
     assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).cache_bytes == 0
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp32"])
+def test_cache_bytes_are_the_stores(qwen3_4b: Config, codec: str) -> None:
+    from deepspec.data.feature_codec import layout
+
+    qwen3_4b.features.codec = codec
+    stored = layout(codec, tokens=803, label_rows=499, layers=5, width=2560).size
+    planned = samples.cache_bytes_per_sample(qwen3_4b, samples.SampleLength(803, 500, ""))
+    assert abs(planned - samples.RECORD_LINES - stored) < 64
+
+
+def test_lengths_are_measured_where_responses_exist(qwen3_4b: Config) -> None:
+    directory = paths.responses_dir(qwen3_4b)
+    directory.mkdir(parents=True)
+    rows = [{"turns": [{"prompt_ids": [1] * 10, "response_ids": [2] * 20},
+                       {"prompt_ids": [1] * 35, "response_ids": [2] * 5}]}] * 3
+    (directory / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    length = samples.expected_length(qwen3_4b)
+    assert (length.tokens, length.answer) == (40, 25) and "mean of 3 rows" in length.source
+    qwen3_4b.data.max_length = 30
+    assert samples.measured_length(directory / "responses.jsonl", 30) == samples.SampleLength(
+        30, 15, f"mean of 3 rows of {directory / 'responses.jsonl'}")
+    (directory / "responses.jsonl").write_text("not json\n")
+    assert samples.expected_length(qwen3_4b).source == "assumed"
 
 
 def test_zero_divides_what_each_stage_divides() -> None:
