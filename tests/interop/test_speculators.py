@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import export_random, save_target
+from random_export import export_random, save_target
 
 PYTHON = os.environ.get("DEEPSPEC_SPECULATORS_PYTHON", sys.executable)
 PATH = os.environ.get("DEEPSPEC_SPECULATORS_PATH", "")

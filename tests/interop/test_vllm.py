@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conftest import export_random, save_target
+from random_export import export_random, save_target
 
 PYTHON = os.environ.get("DEEPSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEC_VLLM_PYTHON is not set: no vLLM to serve with")

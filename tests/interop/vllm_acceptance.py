@@ -50,6 +50,13 @@ def mend_masks() -> None:
     builder.create_masked_store = lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, as_bool(mask), *rest)
 
 
+def mend_log1p() -> None:
+    """Device library calls return nothing under the interpreter; residual sampling at temperature > 0 needs log1p."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils as utils
+
+    utils.tldevice.log1p = lambda value: utils.tl.log(1.0 + value)
+
+
 def mend_key_norm() -> None:
     """Per-layer norm of the context keys: vLLM's CPU kernel applies layer 0's weight to every draft layer."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
@@ -95,6 +102,8 @@ def main() -> None:
         speculative["draft_sample_method"] = "greedy"
     prepare((speculative or {}).get("method", ""))
     mend_key_norm()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        mend_log1p()
     # The engine may write to stdout; the report must stand alone there.
     report_to = os.dup(1)
     os.dup2(2, 1)
