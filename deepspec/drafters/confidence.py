@@ -14,7 +14,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(hidden_size + rank, 1)
 
     def forward(self, hidden_k: Tensor, embedded: Optional[Tensor]) -> Tensor:
-        """Logit of ``c_k = sigma(w^T [h_k ; W_1[x_{k-1}]])`` (Eq. 7), float32 [...], of h_k [..., D], W_1[x] [..., r]."""
+        """Logit of ``c_k = sigma(w^T [h_k ; W_1[x_{k-1}]])`` (Eq. 7), float32 [...]; h_k [..., D], W_1[x] [..., r]."""
         inputs = hidden_k if embedded is None else torch.cat((hidden_k, embedded.to(hidden_k.dtype)), dim=-1)
         logits = self.proj(inputs).squeeze(-1)
         return logits if logits.dtype == torch.float64 else logits.float()

@@ -63,8 +63,8 @@ def _agreed(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in (config.get("dflash_config") or {}).items():
         if lifted.setdefault(key, value) != value:
             raise InputRefused(
-                f"The drafter's config.json contradicts itself: {key} is {lifted[key]!r} at the top level and {value!r} "
-                "in dflash_config. Correct the file: engines read different places."
+                f"The drafter's config.json contradicts itself: {key} is {lifted[key]!r} at the top level but "
+                f"{value!r} in dflash_config. Correct the file: engines read different places."
             )
     return lifted
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
+TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
 SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
 
 
@@ -90,8 +90,10 @@ def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False
         return
     rows = rows.to(out.dtype)
     for columns, slab in _slabs(weight, out.dtype):
-        part = out[:, columns]
-        torch.addmm(part, rows, slab.t(), beta=1.0 if accumulate else 0.0, out=part)
+        if accumulate:
+            out[:, columns].addmm_(rows, slab.t())
+        else:
+            torch.mm(rows, slab.t(), out=out[:, columns])
 
 
 def _pull_back(grads: Tensor, weight: Tensor) -> Tensor:
@@ -123,6 +125,16 @@ def _chunks(inputs: LossInputs, vocab: int, item: int) -> Iterator[tuple[slice, 
             slice(group_of[first], group_of[last - 1] + 1),
         )
         first = last
+
+
+def _add_rows(left: Tensor, table: Tensor, index: Tensor, sign: int, out: Tensor, work: Tensor) -> None:
+    """``out = left + sign * table[index]``, all [m, V]; ``work`` is scratch, ``out`` may be ``left``."""
+    if left.is_cuda:
+        torch.add(left, torch.index_select(table, 0, index, out=work), alpha=sign, out=out)
+        return
+    # Row by row: gathering rows this wide costs the CPU many times the addition.
+    for one, other, result in zip(left, index.tolist(), out, strict=True):
+        torch.add(one, table[other], alpha=sign, out=result)
 
 
 def _cap(logits: Tensor, softcap: Optional[float]) -> None:
@@ -199,19 +211,19 @@ class _Pass:
             whole = slice(slots.start + part.start, slots.start + part.stop)
             probs, work = draft[part], scratch[:part.stop - part.start]
             if bias is not None:
-                probs.add_(torch.index_select(bias, 0, groups[part], out=work))
+                _add_rows(probs, bias, groups[part], 1, probs, work)
             labels = inputs.labels[whole, None]
             top, chosen = probs.amax(dim=-1, keepdim=True), probs.gather(1, labels)
             probs.sub_(top).exp_()
             total = probs.sum(dim=-1, keepdim=True)
             probs.div_(total)
             self.ce[whole] = (total.log() + top - chosen).squeeze(1)
-            torch.sub(probs, torch.index_select(target, 0, rows[part], out=work), out=work)
+            _add_rows(probs, target, rows[part], -1, work, work)
             self.l1[whole] = torch.linalg.vector_norm(work, ord=1, dim=-1)
             if inputs.differentiate:
                 ce, tv = inputs.ce_scales[whole, None], inputs.tv_scales[whole, None]
                 work.sign_()
-                mean = torch.linalg.vecdot(probs, work)[:, None]
+                mean = torch.bmm(probs[:, None], work[:, :, None]).squeeze(2)
                 probs.mul_(work.mul_(tv).add_(ce - tv * mean))
                 probs.scatter_add_(1, labels, -ce)
 

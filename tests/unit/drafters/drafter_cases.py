@@ -40,7 +40,7 @@ def drafter(of: DrafterShape = SHAPE, dtype: torch.dtype = torch.float32, **opti
     model = build_drafter(of, shared_weights(of, dtype), **options)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8.0).add_(torch.randn_like(parameter) * 0.05)
+            parameter.mul_(8.0 if parameter.ndim > 1 else 1.0).add_(torch.randn_like(parameter) * 0.05)
     return model.to(dtype)
 
 

@@ -32,7 +32,7 @@ def case(
     of: DrafterShape, count: int, *, dtype: torch.dtype = torch.float32, weight_dtype: Optional[torch.dtype] = None,
     scale: float = 1.0,
 ) -> tuple[DrafterOutput, TrainingBatch, SharedWeights]:
-    """Random results of a drafter for ``count`` blocks of a 60-token document; the last document row is unsupervised."""
+    """Random results of a drafter for ``count`` blocks of a 60-token document whose last ten are unsupervised."""
     torch.manual_seed(1)
     batch = pack(of, [(60, [int(anchor) for anchor in torch.randint(0, 59, (count,))])], supervised=50, dtype=dtype)
     gap = torch.rand(count) < 0.2  # some blocks have no supervised slot at all
@@ -103,9 +103,8 @@ def test_half_precision_inputs_are_worked_on_in_float32(weight_dtype: torch.dtyp
     of = shape(vocab_size=1003, block_size=7)
     output, batch, shared = case(of, 41, dtype=torch.bfloat16, weight_dtype=weight_dtype)
     found, grads = run(of, (output, batch, shared), "chunked", chunk_megabytes=1)
-    wide = DrafterOutput(**{
-        field.name: getattr(output, field.name).detach().float().requires_grad_() for field in dataclasses.fields(output)
-    })
+    names = [field.name for field in dataclasses.fields(output)]
+    wide = DrafterOutput(**{name: getattr(output, name).detach().float().requires_grad_() for name in names})
     wide_batch = dataclasses.replace(batch, last_hidden=batch.last_hidden.float())
     wide_shared = SharedWeights(shared.embed.float(), shared.lm_head.float(), "test")
     expected, expected_grads = run(of, (wide, wide_batch, wide_shared), "eager")
@@ -231,9 +230,8 @@ def test_without_blocks_loss_and_gradients_are_exactly_zero(implementation: str)
     of = shape()
     model = drafter(of)
     batch = pack(of, [(8, ()), (5, ())])
-    terms = drafter_loss(
-        model(batch), batch, model.shared, ObjectiveConfig(implementation=implementation), Denominators(0.0, 0.0, 0.0), of,
-    )
+    objective = ObjectiveConfig(implementation=implementation)
+    terms = drafter_loss(model(batch), batch, model.shared, objective, Denominators(0.0, 0.0, 0.0), of)
     terms.loss.backward()
     assert terms.loss.item() == 0.0
     for name, parameter in model.named_parameters():
