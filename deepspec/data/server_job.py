@@ -65,7 +65,8 @@ class ServerJob:
         self._client, self._renderer, self._writer = client, renderer, writer
         self._request, self._limits, self._concurrency = request, limits, concurrency
         self._failure_limit, self._on_row = failure_limit, on_row
-        self._unreached: list[tuple[str, str]] = []  # rows that found no server since the last success
+        self._unreached: list[tuple[str, str]] = []  # rows that found no server
+        self._unreached_in_a_row = 0
         self.unbalanced = 0
 
     async def run(self, rows: Iterator[PromptRow]) -> None:
@@ -92,10 +93,10 @@ class ServerJob:
                 continue
             except (RowRejected, TurnRefused, RenderError) as error:
                 if isinstance(error, (RowRejected, TurnRefused)) and not isinstance(error, TurnSkipped):
-                    self._reached()
+                    self._unreached_in_a_row = 0
                 self._fail(row.id, str(error), skipped=isinstance(error, TurnSkipped))
                 continue
-            self._reached()
+            self._unreached_in_a_row = 0
             self._writer.answer(dialogue.result())
             self._report(sum(len(turn.response_ids) for turn in dialogue.turns))
 
@@ -137,19 +138,15 @@ class ServerJob:
         return Turn(tuple(prompt_ids), tuple(ids), reply.finish_reason, text)
 
     def _unreachable(self, prompt_id: str, reason: str) -> None:
+        """Nothing is known about such a row: it is recorded only if the job comes to its end in spite of it."""
         self._unreached.append((prompt_id, reason))
-        if len(self._unreached) >= BREAKER_ROWS:
+        self._unreached_in_a_row += 1
+        if self._unreached_in_a_row >= BREAKER_ROWS:
             raise UserError(
-                f"The servers stopped answering: {len(self._unreached)} rows in a row found none ({reason}). "
+                f"The servers stopped answering: {self._unreached_in_a_row} rows in a row found none ({reason}). "
                 f"{self._writer.counts['answered']} rows are finished and kept, no other is marked. Start the servers "
                 f"and run the same command again: it continues from there."
             )
-
-    def _reached(self) -> None:
-        """A server answers again: the rows it missed are failures of their own, to be tried by the next run."""
-        unreached, self._unreached = self._unreached, []
-        for prompt_id, reason in unreached:
-            self._fail(prompt_id, reason)
 
     def _fail(self, prompt_id: str, reason: str, *, skipped: bool = False) -> None:
         self._writer.fail(prompt_id, reason, skipped=skipped)

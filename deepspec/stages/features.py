@@ -184,6 +184,9 @@ def _conclude(directory: Path, work: _Work, results: list[dict[str, Any]]) -> No
         raise UserError(f"{directory}: {len(aside)} of {len(work)} samples have unusable hidden states, more than "
                         f"{QUARANTINE_LIMIT:.0%}. They are listed in quarantine-*.jsonl; run {COMMAND} again when the "
                         "cause is mended.")
+    for path in directory.glob("quarantine-*.jsonl"):
+        if not path.stat().st_size:
+            path.unlink()
     shards = join_index(directory, work.ids, aside)
     manifest = artifacts.read_manifest(directory)
     assert manifest is not None, "begun by this stage"

@@ -53,7 +53,8 @@ def tiny_tokenizer(strict: bool = False) -> PreTrainedTokenizerFast:
     if strict:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<s>" if strict else None,
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+        bos_token="<s>" if strict else None,
         additional_special_tokens=["<|im_start|>", "<|im_end|>", "<|mask|>"],
     )
     fast.chat_template = STRICT_TEMPLATE if strict else CHAT_TEMPLATE

@@ -1,0 +1,92 @@
+"""An OpenAI-compatible server in a thread, as obliging or as broken as a test wants it."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Callable, Optional
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def reply(content: Optional[str] = "fine", reason: Optional[str] = "stop", **extra: Any) -> dict[str, Any]:
+    """Body of a chat completion; ``extra`` goes into the message, except prompt_token_ids and token_ids."""
+    body: dict[str, Any] = {}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+    if "prompt_token_ids" in extra:
+        body["prompt_token_ids"] = extra.pop("prompt_token_ids")
+    if "token_ids" in extra:
+        choice["token_ids"] = extra.pop("token_ids")
+    choice["message"] = {"role": "assistant", "content": content, **extra}
+    return body | {"choices": [choice]}
+
+
+def last_user(body: dict[str, Any]) -> str:
+    """Text of the last user turn of a request."""
+    return [message["content"] for message in body["messages"] if message["role"] == "user"][-1]
+
+
+class FakeServer:
+    """``answer(request body)`` returns a body, or {"status": code, "text": ...}; use as a context manager."""
+
+    def __init__(self, answer: Answer, models: tuple[str, ...] = ("tiny",)) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.most_in_flight = self._in_flight = 0
+        self._lock, self._answer, self._models = threading.Lock(), answer, models
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": name} for name in server._models]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server._lock:
+                    server.requests.append(body)
+                    server._in_flight += 1
+                    server.most_in_flight = max(server.most_in_flight, server._in_flight)
+                try:
+                    found = server._answer(body)
+                finally:
+                    with server._lock:
+                        server._in_flight -= 1
+                self._send(found.get("status", 200), found if "status" not in found else {"error": found.get("text", "")})
+
+            def _send(self, status: int, body: dict[str, Any]) -> None:
+                payload = json.dumps(body, ensure_ascii=False).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(payload)))
+                    self.end_headers()
+                    self.wfile.write(payload)
+                except OSError:
+                    return  # the client gave up, which is what some tests are about
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        return Handler
+
+    def stop(self) -> None:
+        """Close the port."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def __enter__(self) -> "FakeServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def delayed(seconds: float, body: dict[str, Any]) -> dict[str, Any]:
+    """``body`` after a while."""
+    time.sleep(seconds)
+    return body
