@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
+import torch
 from random_export import export_random, save_target
+
+from deepspec.drafters.sequential import sample_block
+from deepspec.export.load import load_exported
 
 PYTHON = os.environ.get("DEEPSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEC_VLLM_PYTHON is not set: no vLLM to serve with")
 RUNNER = Path(__file__).with_name("vllm_acceptance.py")
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "dspark": {}, "dspark-bonus-anchor": {"sample_from_anchor": False},
+    "dflash-anchor": {"algorithm": "dflash", "head": "none", "confidence_head": False},
+    "dflash-1+N": {"algorithm": "dflash", "head": "none", "confidence_head": False, "sample_from_anchor": False},
+}
 PROMPTS = [[5, 77, 140, 9, 300], [12, 13, 14, 15, 16, 17, 400, 401]]
 
 
@@ -34,11 +42,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("drafter", [
-    {}, {"sample_from_anchor": False},
-    {"algorithm": "dflash", "head": "none", "confidence_head": False},
-    {"algorithm": "dflash", "head": "none", "confidence_head": False, "sample_from_anchor": False},
-], ids=["dspark", "dspark-bonus-anchor", "dflash-anchor", "dflash-1+N"])
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_served_output_is_the_targets_own(target_folder: Path, tmp_path: Path, drafter: dict[str, Any]) -> None:
     export = export_random(target_folder, tmp_path, **drafter)
     report = serve({"target": str(target_folder), "speculative_config": speculative_config(export), "prompts": PROMPTS,
@@ -46,6 +50,55 @@ def test_served_output_is_the_targets_own(target_folder: Path, tmp_path: Path, d
     assert report["greedy_equal"], report
     expected = 4 if drafter.get("sample_from_anchor", True) else 3
     assert report["drafted"] == expected * report["rounds"] > 0
+
+
+@torch.no_grad()
+def our_drafts(drafter: Any, model: Any, prompt: list[int], tokens: list[int]) -> list[tuple[list[int], float]]:
+    """Greedy drafts after each of ``tokens``, and the smallest gap between the best two logits on the way."""
+    ids = torch.tensor(prompt + tokens)
+    states = model(ids[None], output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer + 1][0] for layer in drafter.shape.feature_layers], dim=-1)
+    keys, values = drafter.context_kv(drafter.project_context(features), torch.arange(len(ids)))
+    found = []
+    for anchor in range(len(prompt), len(ids)):
+        hidden = drafter.block_hidden(ids[anchor][None], torch.tensor([anchor]), keys[:, None], values[:, None],
+                                      torch.tensor([anchor]))
+        gaps: list[float] = []
+
+        def choose(place: int, logits: torch.Tensor, gaps: list[float] = gaps) -> torch.Tensor:
+            best = logits[0].topk(2).values
+            gaps.append(float(best[0] - best[1]))
+            return logits.argmax(dim=-1)
+
+        found.append((sample_block(drafter, ids[anchor][None], hidden, choose).token_ids[0].tolist(), min(gaps)))
+    return found
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+def test_every_draft_is_ours(target_folder: Path, tmp_path: Path, drafter: dict[str, Any]) -> None:
+    """The engine's drafts, token for token: slots, positions, layer ids, masks and heads are all as trained."""
+    from transformers import AutoModelForCausalLM
+
+    export = export_random(target_folder, tmp_path, **drafter)
+    report = serve({"target": str(target_folder), "speculative_config": speculative_config(export),
+                    "prompts": PROMPTS[:1], "max_tokens": 24, "record": True})
+    loaded, _ = load_exported(export)
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    tokens = report["tokens"][0]
+    expected = our_drafts(loaded, model, PROMPTS[0], tokens)
+    place, compared = 0, 0
+    for drafts in report["drafts"]:
+        if place >= len(tokens):
+            break
+        ours, gap = expected[place]
+        if gap > 1e-3:
+            assert drafts == ours, f"round after token {place}: the engine drafted {drafts}, we {ours}"
+            compared += 1
+        accepted = 0
+        while accepted < len(drafts) and tokens[place + 1 + accepted:place + 2 + accepted] == [drafts[accepted]]:
+            accepted += 1
+        place += accepted + 1
+    assert compared > 10
 
 
 def test_sampled_drafts_and_targets(target_folder: Path, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 Runs under the Python of an environment that holds vLLM's CPU build; it imports nothing of this project. The job is a
 JSON object on stdin:
 
-    {"target": DIR, "drafter": DIR | null, "speculative_config": {..}, "prompts": [[ids], ..], "max_tokens": 32,
-     "temperature": 0.0, "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": true}
+    {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
+     "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": false, "record": false}
 
-With ``alone`` the target is also run without a drafter, and ``greedy_equal`` says whether the outputs are the same.
+With ``record`` (one prompt) the report has the draft tokens of every round. With ``alone`` the target is also run
+without a drafter, and ``greedy_equal`` says whether the outputs are the same.
 """
 
 import json
@@ -16,9 +17,8 @@ import types
 from typing import Any, Optional
 
 
-def prepare(method: str) -> None:
+def prepare(second: bool) -> None:
     """Environment of the engine. DSpark needs Model Runner V2, whose kernels need Triton's interpreter on a CPU."""
-    second = method == "dspark"
     os.environ.update({
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if second else "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -70,8 +70,25 @@ def mend_key_norm() -> None:
     DFlashQwen3Model._normalize_context_k = normalize
 
 
-def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]]) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids of every prompt, and the engine's counters of speculative decoding."""
+def record_drafts() -> list[list[int]]:
+    """The draft tokens [K] of every round of a single request, filled while the engine runs."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator  # DSpark's inherits it
+
+    rounds: list[list[int]] = []
+    propose = DFlashSpeculator.propose
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(self, *args, **kwargs)
+        rounds.append(drafts[0].tolist())
+        return drafts
+
+    DFlashSpeculator.propose = recorded
+    return rounds
+
+
+def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
+             drafts: Optional[list[list[int]]] = None) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids of every prompt, and the engine's counters of speculative decoding. ``drafts`` is cleared first."""
     from vllm import LLM, SamplingParams
 
     options = {"speculative_config": speculative} if speculative else {}
@@ -85,6 +102,8 @@ def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]]) -> tupl
         ignore_eos=True,
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    if drafts is not None:
+        drafts.clear()  # of the dummy runs at start-up
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     counters = {}
     for metric in engine.get_metrics():
@@ -100,19 +119,20 @@ def main() -> None:
     if speculative and not job.get("temperature"):
         # Greedy output does not depend on how drafts are drawn, and greedy drafts need no sampling kernel.
         speculative["draft_sample_method"] = "greedy"
-    prepare((speculative or {}).get("method", ""))
+    prepare((speculative or {}).get("method") == "dspark" or bool(job.get("record")))
     mend_key_norm()
     if os.environ.get("TRITON_INTERPRET") == "1":
         mend_log1p()
     # The engine may write to stdout; the report must stand alone there.
     report_to = os.dup(1)
     os.dup2(2, 1)
-    tokens, counters = generate(job, speculative)
+    drafts = record_drafts() if job.get("record") else None
+    tokens, counters = generate(job, speculative, drafts)
     rounds, accepted = counters.get("drafts", 0), counters.get("accepted_tokens", 0)
     report: dict[str, Any] = {
         "tokens": tokens, "rounds": rounds, "drafted": counters.get("draft_tokens", 0), "accepted": accepted,
         "acceptance_length": 1 + accepted / rounds if rounds else None,
-        "accepted_per_position": counters.get("accepted_tokens_per_pos"),
+        "accepted_per_position": counters.get("accepted_tokens_per_pos"), "drafts": drafts,
     }
     if job.get("alone"):
         report["alone"], _ = generate(job, None)
