@@ -42,10 +42,10 @@ class FakeServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self) -> None:  # noqa: N802
                 self._send(200, {"data": [{"id": name} for name in server._models]})
 
-            def do_POST(self) -> None:
+            def do_POST(self) -> None:  # noqa: N802
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with server._lock:
                     server.requests.append(body)
@@ -56,7 +56,8 @@ class FakeServer:
                 finally:
                     with server._lock:
                         server._in_flight -= 1
-                self._send(found.get("status", 200), found if "status" not in found else {"error": found.get("text", "")})
+                failed = "status" in found
+                self._send(found.get("status", 200), {"error": found.get("text", "")} if failed else found)
 
             def _send(self, status: int, body: dict[str, Any]) -> None:
                 payload = json.dumps(body, ensure_ascii=False).encode()

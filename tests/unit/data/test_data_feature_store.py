@@ -27,7 +27,8 @@ HEADER = StoreHeader("target", "renderer", "responses", (1, 3), 96, "bf16", "flo
 
 def items(count: int = 6, width: int = 96) -> list[FeatureSample]:
     return [
-        with_features(sample(f"s{index}", [0] * 4 + [1] * (3 + index) + [0, 1, 1], first=index), width=width, seed=index)
+        with_features(sample(f"s{index}", [0] * 4 + [1] * (3 + index) + [0, 1, 1], first=index), width=width,
+                      seed=index)
         for index in range(count)
     ]
 

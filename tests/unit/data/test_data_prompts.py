@@ -213,7 +213,8 @@ def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "p.parquet"
-    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER], [USER | {"content": "c"}]], "id": ["x", None]}), path)
+    table = pyarrow.table({"messages": [[USER, ANSWER], [USER | {"content": "c"}]], "id": ["x", None]})
+    parquet.write_table(table, path)
     rows, _ = gather(source(path, kind="parquet"))
     assert sorted(row.messages[0]["content"] for row in rows) == ["a", "c"]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")

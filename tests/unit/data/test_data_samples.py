@@ -28,7 +28,8 @@ def write(folder: Path, *rows: ResponseRow) -> Path:
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    item = ResponseRow("a", "code", "held_out", ({"role": "user", "content": "\u2028"},), (turn([1], [2, 3]),), ({"t": 1},))
+    messages = ({"role": "user", "content": "\u2028"},)
+    item = ResponseRow("a", "code", "held_out", messages, (turn([1], [2, 3]),), ({"t": 1},))
     write(tmp_path, item, row("b", turn([1], [2])))
     assert list(read_responses(tmp_path, "held_out")) == [item]
     assert [found.id for found in read_responses(tmp_path)] == ["a", "b"]
@@ -63,7 +64,8 @@ def test_a_truncated_answer_is_taught_no_stop() -> None:
 
 
 @pytest.mark.parametrize("max_length,supervised", [(8, None), (20, None), (21, None), (22, 2), (40, 20), (100, 50)])
-def test_cutting_never_leaves_a_sample_without_anchors(tmp_path: Path, max_length: int, supervised: Optional[int]) -> None:
+def test_cutting_never_leaves_a_sample_without_anchors(tmp_path: Path, max_length: int,
+                                                       supervised: Optional[int]) -> None:
     write(tmp_path, row("long", turn(list(range(20)), list(range(20, 70)))), row("short", turn([1], [2, 3])))
     samples = load_samples(tmp_path, "train", max_length)
     kept = {item.sample_id: int(item.loss_mask.sum()) for item in samples}

@@ -33,7 +33,8 @@ def job(folder: Path, urls: list[str], rows: list[PromptRow], *, strict: bool = 
     prepare_parts(folder)
     todo = mine(rows, answered(folder), 0, 1)
     settings: dict[str, Any] = {
-        "model": None, "concurrency": 4, "retries": 2, "seconds_per_token": 0.2, "failure_limit": 100, "retry_wait": 0.001,
+        "model": None, "concurrency": 4, "retries": 2, "seconds_per_token": 0.2, "failure_limit": 100,
+        "retry_wait": 0.001,
     }
     limits = AnswerLimits(options.pop("max_tokens", 16), options.pop("max_length", 400), MASK)
     request = Request(Sampling(0.7, 0.8, 20, seed=3), thinking, (END, 0), ROWS)

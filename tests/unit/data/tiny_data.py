@@ -29,7 +29,8 @@ CHAT_TEMPLATE = """\
 {%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}\
 {%- endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}\
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}\
+{%- endif %}"""
 # Writes its own BOS, opens the think tag in the prompt, and refuses roles that do not alternate.
 STRICT_TEMPLATE = """\
 {{ bos_token }}\
@@ -47,7 +48,8 @@ def tiny_tokenizer(strict: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=400, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3, "user assistant think"], trainer)
     if strict:
