@@ -21,7 +21,8 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _front_matter(config: Config, origin: Origin) -> list[str]:
-    base = [f"base_model: {origin.target}"] if config.target.source == "hf" and "/" in origin.target else []
+    on_hub = config.target.source == "hf" and not origin.target.startswith("/")
+    base = [f"base_model: {origin.target}"] if on_hub else []
     return ["---", *base, "library_name: transformers", "tags: [speculative-decoding, draft-model, dspark]", "---", ""]
 
 
