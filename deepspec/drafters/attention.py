@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from deepspec.drafters.precision import exact, exact_bmm, exact_dtype
+
 SCORE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # of one chunk: a cache's worth on the CPU, few launches on a GPU
 
 
@@ -72,8 +74,7 @@ def _by_block(rows: Tensor, count: int, slots: int) -> Tensor:
 
 def _scores(queries: Tensor, keys: Tensor, chunk: ContextChunk, scale: float) -> Tensor:
     """Masked scaled scores [Hkv, n*S*G, L] in float32 at least; keys [L, Hkv, hd]."""
-    scores = torch.bmm(queries, keys.permute(1, 2, 0))
-    scores = (scores if scores.dtype == torch.float64 else scores.float()).mul_(scale)
+    scores = exact_bmm(queries, keys.permute(1, 2, 0)).mul_(scale)
     hidden = torch.arange(chunk.common, chunk.stop - chunk.start, device=keys.device) >= chunk.limits[:, None]
     view = scores.view(scores.shape[0], len(chunk.blocks), -1, scores.shape[2])[..., chunk.common:]
     view.masked_fill_(hidden[None, :, None, :], -torch.inf)
@@ -88,9 +89,8 @@ class _ContextAttention(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, chunks: tuple[ContextChunk, ...], scale: float,
     ) -> tuple[Tensor, Tensor]:
         count, slots, heads, _ = queries.shape
-        exact = torch.float64 if queries.dtype == torch.float64 else torch.float32
         output = torch.zeros_like(queries)
-        lse = torch.full((count, slots, heads), -torch.inf, dtype=exact, device=queries.device)
+        lse = torch.full((count, slots, heads), -torch.inf, dtype=exact_dtype(queries), device=queries.device)
         for chunk in chunks:
             rows = slice(chunk.start, chunk.stop)
             scores = _scores(_by_key_head(queries[chunk.blocks], keys.shape[1]), keys[rows], chunk, scale)
@@ -122,7 +122,7 @@ class _ContextAttention(torch.autograd.Function):
             scores = _scores(query, keys[rows], chunk, ctx.scale)
             probs = scores.sub_(_by_key_head(lse[members][..., None], key_heads)).exp_()
             grad_values[rows] += torch.bmm(probs.to(grad.dtype).transpose(1, 2), grad).transpose(0, 1)
-            grad_probs = torch.bmm(grad, values[rows].permute(1, 2, 0)).to(lse.dtype)
+            grad_probs = exact_bmm(grad, values[rows].permute(1, 2, 0))
             grad_scores = grad_probs.add_(_by_key_head(offset[members][..., None], key_heads)).mul_(probs)
             grad_scores = grad_scores.mul_(ctx.scale).to(query.dtype)
             grad_keys[rows] += torch.bmm(grad_scores.transpose(1, 2), query).transpose(0, 1)
@@ -150,8 +150,7 @@ def block_attention(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tens
     count, slots, heads, width = queries.shape
     key_heads = keys.shape[2]
     grouped = queries.view(count, slots, key_heads, heads // key_heads, width)
-    scores = torch.einsum("nskgd,ntkd->nkgst", grouped, keys)
-    scores = (scores if scores.dtype == torch.float64 else scores.float()) * width**-0.5
+    scores = torch.einsum("nskgd,ntkd->nkgst", exact(grouped), exact(keys)) * width**-0.5
     lse = scores.logsumexp(dim=-1)
     probs = (scores - lse[..., None]).exp().to(values.dtype)
     attended = torch.einsum("nkgst,ntkd->nskgd", probs, values)

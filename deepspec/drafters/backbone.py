@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspec.drafters.attention import ContextChunk, inject_cached_context, inject_context
+from deepspec.drafters.precision import exact
 from deepspec.drafters.rope import rotate
 from deepspec.drafters.types import DrafterShape
 
@@ -27,9 +28,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., width] in, the same shape and dtype out."""
-        exact = states if states.dtype == torch.float64 else states.float()
-        scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * (exact * scale).to(states.dtype)
+        wide = exact(states)
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(states.dtype)
 
 
 @dataclass(frozen=True)

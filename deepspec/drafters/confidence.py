@@ -5,6 +5,8 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from deepspec.drafters.precision import exact
+
 
 class ConfidenceHead(nn.Module):
     """One linear unit on the hidden state, and on the previous token's Markov embedding if ``rank`` > 0."""
@@ -17,4 +19,4 @@ class ConfidenceHead(nn.Module):
         """Logit of ``c_k = sigma(w^T [h_k ; W_1[x_{k-1}]])`` (Eq. 7), float32 [...]; h_k [..., D], W_1[x] [..., r]."""
         inputs = hidden_k if embedded is None else torch.cat((hidden_k, embedded.to(hidden_k.dtype)), dim=-1)
         logits = self.proj(inputs).squeeze(-1)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return exact(logits)

@@ -15,6 +15,7 @@ from deepspec.data.batch import TrainingBatch
 from deepspec.drafters.attention import plan_context
 from deepspec.drafters.backbone import ContextProjection, DraftLayer, RMSNorm, initialise
 from deepspec.drafters.confidence import ConfidenceHead
+from deepspec.drafters.precision import exact
 from deepspec.drafters.rope import RotaryTable
 from deepspec.drafters.sequential import MarkovHead, build_head
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
@@ -105,8 +106,7 @@ class DSparkDrafter(nn.Module):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """U_k [..., V] of h_k [..., D], float32 at least; a final softcap comes before the sequential bias."""
         weight = self.shared.lm_head
-        logits = functional.linear(hidden.to(weight.dtype), weight)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = exact(functional.linear(hidden.to(weight.dtype), weight))
         cap = self.shape.final_logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspec.drafters.precision import exact
 from deepspec.drafters.types import DrafterShape
 
 State = Optional[Tensor]
@@ -54,8 +55,7 @@ class MarkovHead(nn.Module):
 
     def bias(self, transition: Tensor) -> Tensor:
         """``B_k`` [..., V], float32 at least, of ``transition`` [..., r]."""
-        bias = self.markov_w2(transition)
-        return bias if bias.dtype == torch.float64 else bias.float()
+        return exact(self.markov_w2(transition))
 
     def transition_bias(self, previous_ids: Tensor) -> Tensor:
         """``B(x_{k-1}, .) = W_1[x_{k-1}] W_2`` (Eq. 5): [..., V] of ids [...]."""
@@ -132,7 +132,7 @@ def build_head(shape: DrafterShape) -> Optional[MarkovHead]:
 def block_log_probs(base_logits: Tensor, bias: Optional[Tensor]) -> Tensor:
     """``log p_k(v | x_0, x_<k) = log softmax(U_k + B_k(x_0, x_<k, .))`` (Eq. 4): [..., V], float32 at least."""
     logits = base_logits if bias is None else base_logits + bias
-    return functional.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+    return functional.log_softmax(exact(logits), dim=-1)
 
 
 class BlockDrafter(Protocol):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepspec.drafters.precision import accumulates_natively, exact_dtype
+
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
 SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
 
@@ -63,10 +65,6 @@ class LossInputs:
     differentiate: bool
 
 
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """``weight`` [V, *] in the exact dtype, whole where it has that dtype, else a few rows at a time."""
     if weight.dtype == exact:
@@ -77,14 +75,9 @@ def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]
         yield rows, weight[rows].to(exact)
 
 
-def _native(weight: Tensor) -> bool:
-    """Half-precision weights whose products the device accumulates and returns in float32."""
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-
-
 def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """``out`` [m, V] = (or +=) ``rows`` [m, d] @ ``weight`` [V, d]^T, in out's dtype."""
-    if _native(weight):
+    if accumulates_natively(weight):
         product = torch.mm(rows.to(weight.dtype), weight.t(), out_dtype=out.dtype)
         out.add_(product) if accumulate else out.copy_(product)
         return
@@ -98,7 +91,7 @@ def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False
 
 def _pull_back(grads: Tensor, weight: Tensor) -> Tensor:
     """``grads`` [m, V] @ ``weight`` [V, d] in the dtype of ``grads``."""
-    if _native(weight):
+    if accumulates_natively(weight):
         return torch.mm(grads.to(weight.dtype), weight, out_dtype=grads.dtype)
     total = grads.new_zeros(len(grads), weight.shape[1])
     for columns, slab in _slabs(weight, grads.dtype):
@@ -147,7 +140,7 @@ class _Pass:
 
     def __init__(self, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs):
         self.hidden, self.transitions, self.factor, self.inputs = hidden, transitions, factor, inputs
-        self.exact = _exact(hidden)
+        self.exact = exact_dtype(hidden)
         self.vocab = len(inputs.lm_head)
         count, device = len(inputs.plan.slots), hidden.device
         self.ce = torch.zeros(count, dtype=self.exact, device=device)
@@ -164,29 +157,31 @@ class _Pass:
         return torch.empty(rows, self.vocab, dtype=self.exact, device=self.hidden.device)
 
     def run(self) -> None:
-        """Fill the results. Buffers have the size of the largest chunk and serve all of them."""
-        shared, softcap = self.inputs.plan.shared_bias, self.inputs.softcap
-        widths = [tuple(part.stop - part.start for part in chunk) for chunk in self.chunks]
-        if not widths:
+        """Fill the results. One workspace, as large as the largest chunk, serves all of them."""
+        shared = self.inputs.plan.shared_bias and self.transitions is not None
+        sloped = self.inputs.softcap is not None and self.inputs.differentiate
+        parts = [
+            (m, rows.stop - rows.start, groups.stop - groups.start if shared else 0, m if sloped else 0)
+            for slots, rows, groups in self.chunks for m in (slots.stop - slots.start,)
+        ]
+        if not parts:
             return
-        most_slots, most_rows, most_groups = (max(column) for column in zip(*widths, strict=True))
-        draft, target = self._buffer(most_slots), self._buffer(most_rows)
-        bias = self._buffer(most_groups) if shared and self.transitions is not None else None
-        slope = self._buffer(most_slots) if softcap is not None and self.inputs.differentiate else None
-        tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * draft.element_size())
-        scratch = self._buffer(min(most_slots, max(1, tile)))
-        for (slots, rows, groups), (m, g, u) in zip(self.chunks, widths, strict=True):
-            self._logits(slots, rows, groups, draft[:m], target[:g], None if bias is None else bias[:u])
-            if slope is not None:
-                torch.div(draft[:m], softcap, out=slope[:m]).square_().neg_().add_(1.0)
-            self._elementwise(slots, draft[:m], target[:g], None if bias is None else bias[:u], scratch)
+        workspace = self._buffer(max(sum(part) for part in parts))
+        tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * workspace.element_size())
+        scratch = self._buffer(min(max(part[0] for part in parts), max(1, tile)))
+        for (slots, rows, groups), part in zip(self.chunks, parts, strict=True):
+            draft, target, bias, slope = workspace[:sum(part)].split(part)
+            self._logits(slots, rows, groups, draft, target, bias)
+            if sloped:
+                torch.div(draft, self.inputs.softcap, out=slope).square_().neg_().add_(1.0)
+            self._elementwise(slots, draft, target, bias, scratch)
             if self.inputs.differentiate:
-                self._gradients(slots, groups, draft[:m], None if bias is None else bias[:u], slope)
+                self._gradients(slots, groups, draft, bias, slope)
 
     def _logits(
-        self, slots: slice, rows: slice, groups: slice, draft: Tensor, target: Tensor, bias: Optional[Tensor],
+        self, slots: slice, rows: slice, groups: slice, draft: Tensor, target: Tensor, bias: Tensor,
     ) -> None:
-        """Base logits of the drafter, probabilities of the target, and the bias of each distinct token."""
+        """Base logits of the drafter, probabilities of the target, the bias of each distinct token (if shared)."""
         inputs, plan = self.inputs, self.inputs.plan
         _project(self.hidden[plan.slots[slots]], inputs.lm_head, draft)
         _cap(draft, inputs.softcap)
@@ -194,23 +189,21 @@ class _Pass:
         _cap(target, inputs.softcap)
         target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
         target.div_(target.sum(dim=-1, keepdim=True))
-        if bias is not None:
+        if len(bias):
             _project(self.transitions[groups], self.factor, bias)
 
-    def _elementwise(
-        self, slots: slice, draft: Tensor, target: Tensor, bias: Optional[Tensor], scratch: Tensor,
-    ) -> None:
+    def _elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
         """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted."""
         inputs, plan = self.inputs, self.inputs.plan
         rows = plan.row_of[slots] - plan.row_of[slots.start]
         groups = plan.group_of[slots] - plan.group_of[slots.start]
-        if self.transitions is not None and bias is None:
+        if self.transitions is not None and not len(bias):
             _project(self.transitions[slots], self.factor, draft, accumulate=True)
         for first in range(0, len(draft), len(scratch)):
             part = slice(first, min(first + len(scratch), len(draft)))
             whole = slice(slots.start + part.start, slots.start + part.stop)
             probs, work = draft[part], scratch[:part.stop - part.start]
-            if bias is not None:
+            if len(bias):
                 _add_rows(probs, bias, groups[part], 1, probs, work)
             labels = inputs.labels[whole, None]
             top, chosen = probs.amax(dim=-1, keepdim=True), probs.gather(1, labels)
@@ -227,21 +220,19 @@ class _Pass:
                 probs.mul_(work.mul_(tv).add_(ce - tv * mean))
                 probs.scatter_add_(1, labels, -ce)
 
-    def _gradients(
-        self, slots: slice, groups: slice, draft: Tensor, bias: Optional[Tensor], slope: Optional[Tensor],
-    ) -> None:
+    def _gradients(self, slots: slice, groups: slice, draft: Tensor, bias: Tensor, slope: Tensor) -> None:
         """Pull the gradient by the logits back to hidden states, transitions and W_2."""
         plan = self.inputs.plan
         if self.transitions is not None:
             grads = draft
-            if bias is not None:
+            if len(bias):
                 # The chunk's biases are used up: their buffer takes the gradient by each of them.
                 local = plan.group_of[slots] - plan.group_of[slots.start]
                 grads = bias.zero_().index_add_(0, local, draft)
             self.grad_transitions[groups] += _pull_back(grads, self.factor)
             self.grad_factor.addmm_(grads.t(), self.transitions[groups].to(self.exact))
-        if slope is not None:
-            draft.mul_(slope[:len(draft)])
+        if len(slope):
+            draft.mul_(slope)
         self.grad_hidden[plan.slots[slots]] = _pull_back(draft, self.inputs.lm_head)
 
 

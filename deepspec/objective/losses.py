@@ -12,13 +12,10 @@ from torch.nn import functional
 
 from deepspec.config.schema import ObjectiveConfig
 from deepspec.data.batch import AnchorBlocks, TrainingBatch
+from deepspec.drafters.precision import exact, exact_dtype
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
 from deepspec.errors import ConfigError
 from deepspec.objective.chunked import LossInputs, plan_slots, slot_losses
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def position_weights(draft_length: int, decay: Optional[float]) -> Tensor:
@@ -42,7 +39,7 @@ def acceptance_rate(draft_probs: Tensor, target_probs: Tensor) -> Tensor:
 
 def cross_entropy_loss(draft_logits: Tensor, label_ids: Tensor, weights: Tensor) -> Tensor:
     """``L_ce = -sum_k w_k log p_d(x*_k)`` (Eq. 9): logits [N, K, V], data tokens [N, K]; a sum, not a mean."""
-    log_probs = functional.log_softmax(_exact(draft_logits), dim=-1)
+    log_probs = functional.log_softmax(exact(draft_logits), dim=-1)
     return -(log_probs.gather(-1, label_ids[..., None]).squeeze(-1) * weights.to(log_probs.dtype)).sum()
 
 
@@ -53,7 +50,7 @@ def total_variation_loss(draft_probs: Tensor, target_probs: Tensor, weights: Ten
 
 def confidence_loss(confidence_logits: Tensor, rate: Tensor, weights: Tensor) -> Tensor:
     """``L_conf``: binary cross-entropy of ``c_k`` on ``c*_k`` (Eq. 11): logits and rate [N, K]; a sum, not a mean."""
-    logits = _exact(confidence_logits)
+    logits = exact(confidence_logits)
     losses = functional.binary_cross_entropy_with_logits(logits, rate.detach().to(logits.dtype), reduction="none")
     return (losses * weights.to(logits.dtype)).sum()
 
@@ -106,12 +103,12 @@ def _eager(
     softcap: Optional[float],
 ) -> _TokenTerms:
     """Reference: every logit in memory, gradients by autograd."""
-    exact = torch.float64 if output.hidden.dtype == torch.float64 else torch.float32
-    lm_head = shared.lm_head.to(exact)
-    logits = _capped(functional.linear(output.hidden.to(exact), lm_head), softcap)
+    dtype = exact_dtype(output.hidden)
+    lm_head = shared.lm_head.to(dtype)
+    logits = _capped(functional.linear(output.hidden.to(dtype), lm_head), softcap)
     if output.transition is not None:
-        logits = logits + functional.linear(output.transition.to(exact), output.output_factor.to(exact))
-    rows = batch.last_hidden[batch.blocks.target_rows].to(exact)
+        logits = logits + functional.linear(output.transition.to(dtype), output.output_factor.to(dtype))
+    rows = batch.last_hidden[batch.blocks.target_rows].to(dtype)
     target_probs = torch.softmax(_capped(functional.linear(rows, lm_head), softcap), dim=-1)
     draft_probs = torch.softmax(logits, dim=-1)
     ce = cross_entropy_loss(logits, batch.blocks.label_ids, weights)
@@ -128,7 +125,7 @@ def _chunked(
     blocks, hidden = batch.blocks, output.hidden.flatten(0, 1)
     plan = plan_slots(blocks.mask, blocks.previous_ids, blocks.target_rows, by_token)
     transitions = None if output.transition is None else output.transition.flatten(0, 1)[plan.first_of]
-    chosen = weights.flatten()[plan.slots].to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    chosen = weights.flatten()[plan.slots].to(exact_dtype(hidden))
     tracked = (hidden, transitions, output.output_factor)
     inputs = LossInputs(
         lm_head=shared.lm_head, last_hidden=batch.last_hidden, labels=blocks.label_ids.flatten()[plan.slots],

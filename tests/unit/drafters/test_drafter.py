@@ -278,3 +278,12 @@ def test_softcap_comes_before_the_bias() -> None:
     sample_block(model, torch.zeros(3, dtype=torch.int64), hidden[:, None], choose)
     expected = model.base_logits(hidden) + model.sequential.transition_bias(torch.zeros(3, dtype=torch.int64))
     torch.testing.assert_close(logits[0], expected)
+
+
+def test_a_partitioned_factor_is_handed_out_as_a_copy() -> None:
+    """ZeRO-3 empties the parameter after the module's call; a plain parameter is not copied."""
+    head = drafter().sequential
+    assert head.output_factor() is head.markov_w2.weight
+    head.markov_w2.weight.ds_id = 0
+    assert head.output_factor().data_ptr() != head.markov_w2.weight.data_ptr()
+    assert head.output_factor().requires_grad

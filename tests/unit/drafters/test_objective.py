@@ -19,6 +19,7 @@ from deepspec.objective import (
     Denominators,
     LossTerms,
     acceptance_rate,
+    chunked,
     confidence_loss,
     cross_entropy_loss,
     drafter_loss,
@@ -301,3 +302,21 @@ def test_unknown_implementation_is_refused() -> None:
     of = shape(vocab_size=13)
     with pytest.raises(ConfigError, match="objective.implementation"):
         run(of, case(of, 2), "fused")
+
+
+@pytest.mark.parametrize("head", ["none", "vanilla", "rnn"])
+def test_memory_is_bounded_by_the_chunk_not_by_the_anchors(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS E12."""
+    of = shape(head=head, vocab_size=30011, block_size=7)
+    taken: list[int] = []
+    plain = chunked._Pass._buffer
+
+    def buffer(self: Any, rows: int) -> Tensor:
+        taken.append(rows * self.vocab * 4)
+        return plain(self, rows)
+
+    monkeypatch.setattr(chunked._Pass, "_buffer", buffer)
+    for count in (10, 60):
+        taken.clear()
+        run(of, case(of, count), "chunked", chunk_megabytes=2)
+        assert sum(taken) <= (2 << 20) + chunked.TILE_BYTES["cpu"]
