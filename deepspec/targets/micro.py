@@ -37,7 +37,7 @@ class MicroConfig:
     """Shape and training of the micro target. The defaults are the one that acceptance tests use."""
 
     hidden_size: int = 128
-    intermediate_size: int = 256
+    intermediate_size: int = 384
     layers: int = 8
     heads: int = 4
     kv_heads: int = 2
@@ -45,7 +45,7 @@ class MicroConfig:
     tokenizer_size: int = 2048
     embedding_rows: int = 2112  # a multiple of 64 beyond the tokenizer: rows that no token has
     max_length: int = 384  # tokens of a training sample
-    steps: int = 400
+    steps: int = 360
     batch_tokens: int = 2048
     learning_rate: float = 4e-3
     weight_decay: float = 0.1
