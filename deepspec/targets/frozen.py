@@ -43,7 +43,7 @@ class FrozenTarget:
         model.eval()
         model.requires_grad_(False)
         self._model: Any = model
-        self._decoder: Any = model.get_decoder()
+        self._decoder: Any = self._model.get_decoder()
         self.name = name
         self.tokenizer = tokenizer
         self.layers: nn.ModuleList = self._decoder.layers
