@@ -40,9 +40,8 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *,
                  feature_layers: Sequence[int] = (), mask_token_id: Optional[int] = None, name: str = "target") -> None:
-        model.eval()
-        model.requires_grad_(False)
         self._model: Any = model
+        self._model.eval().requires_grad_(False)
         self._decoder: Any = self._model.get_decoder()
         self.name = name
         self.tokenizer = tokenizer
