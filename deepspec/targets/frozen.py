@@ -46,8 +46,8 @@ class FrozenTarget:
         self.name = name
         self.tokenizer = tokenizer
         self.layers: nn.ModuleList = self._decoder.layers
-        self.embed_weight: Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
-        self.lm_head_weight: Tensor = model.get_output_embeddings().weight.detach()  # [V, D]
+        self.embed_weight: Tensor = self._model.get_input_embeddings().weight.detach()  # [V, D]
+        self.lm_head_weight: Tensor = self._model.get_output_embeddings().weight.detach()  # [V, D]
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         extra = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
