@@ -46,8 +46,8 @@ class FrozenTarget:
         self.name = name
         self.tokenizer = tokenizer
         self.layers: nn.ModuleList = self._decoder.layers
-        self.embed_weight: Tensor = self._model.get_input_embeddings().weight.detach()  # [V, D]
-        self.lm_head_weight: Tensor = self._model.get_output_embeddings().weight.detach()  # [V, D]
+        self.embed_weight = _weight(model.get_input_embeddings())  # [V, D]
+        self.lm_head_weight = _weight(model.get_output_embeddings())  # [V, D]
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         extra = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
@@ -199,6 +199,11 @@ class FrozenTarget:
             for digest in pool.map(_hash_tensor, *zip(*state)):
                 total.update(digest)
         return total.hexdigest()
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.detach()
 
 
 def _hash_tensor(name: str, tensor: Tensor) -> bytes:
