@@ -7,6 +7,8 @@ from typing import Optional, Sequence
 
 import torch
 
+from deepspec.errors import ConfigError
+
 
 def rank() -> int:
     """Global rank, 0 without a launcher."""
@@ -40,13 +42,14 @@ def set_threads(threads: int) -> None:
 
 
 def init(timeout_seconds: float = 1800.0) -> None:
-    """Start DeepSpeed's default process group once; single-process defaults when no launcher set the environment."""
+    """Start DeepSpeed's default process group once; a single process without a launcher opens no port."""
     if torch.distributed.is_initialized():
         return
-    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(key, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
+    if "MASTER_ADDR" not in os.environ and world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()} is set but MASTER_ADDR is not. Start through the deepspeed launcher."
+        )
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -57,9 +60,11 @@ def init(timeout_seconds: float = 1800.0) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(
-        dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_seconds), verbose=False,
-    )
+    timeout = timedelta(seconds=timeout_seconds)
+    if world_size() == 1:
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 
 
 def shutdown() -> None:

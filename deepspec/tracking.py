@@ -154,6 +154,7 @@ def _init(options: dict[str, Any], timeout: float) -> Any:
     # An earlier stage's run left open would be returned by init instead of a new one.
     if wandb.run is not None:
         wandb.run.finish()
+    Path(options["dir"]).mkdir(parents=True, exist_ok=True)
     settings = wandb.Settings(init_timeout=timeout, silent=True, console="off", disable_git=True)
     run = wandb.init(settings=settings, **options)
     run.define_metric("global_step")

@@ -91,7 +91,8 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     if result.trained and result.row:
         tracker.summary({"final/loss": result.row["loss"],
                          "final/acceptance_length_proxy": result.row["acceptance_length_proxy"]})
-        log.info("trained to step %d of %d: loss %.4f, acceptance length %.3f (analytic, training samples), %d skipped", result.step, result.total_steps, result.row["loss"], result.row["acceptance_length_proxy"],
+        log.info("trained to step %d of %d: loss %.4f, acceptance length %.3f (analytic, training samples), %d skipped",
+                 result.step, result.total_steps, result.row["loss"], result.row["acceptance_length_proxy"],
                  result.row["skipped_steps"])
     return result
 

@@ -35,6 +35,7 @@ class TrainState:
     """Everything the loop changes. Data order, anchors and learning rate are functions of it and of the seed."""
 
     step: int  # optimizer steps done, skipped ones included
+    total_steps: int  # span of the learning rate schedule
     epoch: int  # of the last step
     samples: int  # seen so far
     skipped_steps: int

@@ -16,6 +16,7 @@ from deepspec.config.schema import ObjectiveConfig
 from deepspec.errors import InputRefused
 
 METRICS = "metrics.jsonl"
+VALIDATION = "validation.jsonl"
 
 
 class Sums:

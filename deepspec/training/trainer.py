@@ -20,7 +20,7 @@ from deepspec.training import checkpoint, saving, state
 from deepspec.training.engine import effective_stage, initialize
 from deepspec.training.identity import require_same
 from deepspec.training.memory import peak_bytes, release_free_pages
-from deepspec.training.metrics import METRICS, MetricsFile, objective_row, tracked
+from deepspec.training.metrics import METRICS, VALIDATION, MetricsFile, objective_row, tracked
 from deepspec.training.module import TrainingModule
 from deepspec.training.packs import Packer, Window
 from deepspec.training.schedule import make_schedule
@@ -107,8 +107,9 @@ class DrafterTrainer:
         trainer = self.config.trainer
         tensors = state.gather(self.engine)
         train_state = checkpoint.TrainState(
-            step=self.step, epoch=self.epoch, samples=self.samples, skipped_steps=self.skipped_steps,
-            adam_step=state.adam_step(self.engine), world_size=distributed.world_size(),
+            step=self.step, total_steps=self.total_steps, epoch=self.epoch, samples=self.samples,
+            skipped_steps=self.skipped_steps, adam_step=state.adam_step(self.engine),
+            world_size=distributed.world_size(),
             zero_stage=effective_stage(self.config.engine.zero_stage, trainer.precision),
             identity=self.identity, tracking_id=self.tracker.id,
         )
@@ -148,9 +149,13 @@ class DrafterTrainer:
             self.skipped_steps = saved.skipped_steps
             # A checkpoint of another run's folder is where this one starts, not one of its own.
             self.saved_at = saved.step if found.parent == checkpoint.directory(self.run_dir) else None
+            if saved.total_steps != self.total_steps:
+                logger.warning("the run now spans %d steps instead of %d, and so does its learning rate schedule",
+                               self.total_steps, saved.total_steps)
             logger.info("resuming from %s: step %d of %d, written by %d ranks at ZeRO stage %d", found, saved.step,
                         self.total_steps, saved.world_size, saved.zero_stage)
-        self.metrics.truncate(self.step)
+        for file in (self.metrics, MetricsFile(self.run_dir / VALIDATION)):
+            file.truncate(self.step)
         distributed.barrier()
 
     def _windows(self) -> Iterator[Window]:

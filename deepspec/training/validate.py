@@ -15,11 +15,10 @@ from deepspec.data.sources import FeatureSource
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators
 from deepspec.tracking import Tracker
-from deepspec.training.metrics import MetricsFile, Sums, objective_row
+from deepspec.training.metrics import VALIDATION, MetricsFile, Sums, objective_row
 from deepspec.training.packs import Packer, to_device
 
 logger = logging.getLogger(__name__)
-VALIDATION = "validation.jsonl"
 PROXY = "acceptance_length_proxy"
 EPOCH = -1  # anchors of validation are drawn once and for all
 

@@ -4,7 +4,10 @@ import errno
 import json
 import logging
 import os
+import random
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +221,33 @@ def test_save_failure_is_retried_once_and_leaves_the_previous_one(tmp_path, monk
     assert checkpoint.latest(tmp_path).name == "step-3"
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert train(tmp_path, max_steps=4).step == 4
+
+
+def test_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.run()
+    first = checkpoint.latest(tmp_path)
+    tensors, state = checkpoint.load_tensors(first), checkpoint.read_state(first)
+    generator, seen = random.Random(0), set()
+    for _ in range(20):
+        start = checkpoint.read_state(checkpoint.latest(tmp_path)).step
+        child = os.fork()
+        if child == 0:
+            try:
+                for step in range(start + 1, start + 10**6):
+                    saving.save(tmp_path, tensors, SHAPE, replace(state, step=step), {}, keep_last=2)
+            finally:
+                os._exit(1)
+        time.sleep(generator.uniform(0.05, 0.25))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = checkpoint.latest(tmp_path)
+        assert checkpoint.load_drafter(found, shared_weights()) is not None
+        assert checkpoint.load_tensors(found).keys() == tensors.keys()
+        assert (tmp_path / "checkpoints/latest").read_text().strip() == found.name
+        saving.remove_partial(tmp_path)
+        seen.add(found.name)
+    assert len(seen) > 3
 
 
 def test_partial_checkpoints_are_ignored_and_removed(tmp_path, caplog):

@@ -28,7 +28,7 @@ def reference(source, indices, config):
     weights = window_weights(batch.blocks, objective, SHAPE.draft_length)
     terms = drafter_loss(drafter(batch), batch, shared, objective, weights, SHAPE)
     terms.loss.backward()
-    return {name: p.grad for name, p in drafter.named_parameters()}, float(terms.loss)
+    return {name: p.grad for name, p in drafter.named_parameters()}, float(terms.loss.detach())
 
 
 def window_gradient(source, indices, config):
