@@ -54,7 +54,8 @@ def layout(codec: str, *, tokens: int, label_rows: int, layers: int, width: int)
     for size in sizes:
         sections.append(Section(offset, size))
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Layout(*sections, size=offset)
+    ids, mask, features, feature_scales, hidden, hidden_scales = sections
+    return Layout(ids, mask, features, feature_scales, hidden, hidden_scales, offset)
 
 
 def encode(values: Tensor, codec: str) -> tuple[Tensor, Tensor]:
@@ -86,11 +87,11 @@ def decode(data: Tensor, scales: Tensor, codec: str) -> Tensor:
 
 
 def to_bytes(values: Tensor) -> bytes:
-    """Raw little-endian bytes of a CPU tensor; bfloat16 too, which NumPy does not know."""
+    """Raw bytes of a CPU tensor with at least one dimension; bfloat16 too, which NumPy does not know."""
     values = values.contiguous()
     if values.numel() == 0:
         return b""
-    return values.view(torch.uint8).numpy().tobytes() if values.dim() else bytes(values.numpy())
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(raw: np.ndarray, section: Section, codec: str, shape: tuple[int, ...]) -> Tensor:

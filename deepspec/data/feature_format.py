@@ -92,6 +92,8 @@ def human_bytes(count: float) -> str:
 
 def check_finite(header: StoreHeader, sample_id: str, features: torch.Tensor, last_hidden: torch.Tensor) -> None:
     """Raise BadFeatures naming the sample and the layer of a NaN, an infinity or an absurd magnitude."""
+    if _usable(features) and _usable(last_hidden):
+        return
     per_layer = features.reshape(len(features), len(header.layers), -1)
     named = [(f"layer {layer}", per_layer[:, index]) for index, layer in enumerate(header.layers)]
     for name, values in [*named, ("last_hidden", last_hidden)]:
@@ -102,6 +104,14 @@ def check_finite(header: StoreHeader, sample_id: str, features: torch.Tensor, la
                 f"sample {sample_id!r}, {name}: value {values[row, channel].item()} at token {row}, channel {channel}. "
                 f"If the target overflows in its dtype, use target.dtype=float32."
             )
+
+
+def _usable(values: torch.Tensor) -> bool:
+    """One pass without a copy; a NaN makes both extremes NaN and the comparisons false."""
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return bool((low >= -LARGEST_MAGNITUDE) & (high <= LARGEST_MAGNITUDE))
 
 
 def read_header(directory: Path) -> tuple[artifacts.Manifest, StoreHeader]:

@@ -137,15 +137,18 @@ class FeatureWriter:
         """Store ``features [T, M*D]`` and the rows of ``last_hidden [T, D]`` that predict a supervised label."""
         self._check_shapes(sample, features, last_hidden)
         rows = valid_anchors(sample.loss_mask)
-        needed = last_hidden[rows]
+        needed = last_hidden[rows.to(last_hidden.device)]
         check_finite(self.header, sample.sample_id, features, needed)
-        payload = self._encode(sample, features, needed)
+        pieces = self._encode(sample, features, needed)
+        checksum = 0
+        for piece in pieces:
+            checksum = zlib.crc32(piece, checksum)
         record = Record(  # the offset is 0 again once a shard is sealed
             sample_id=sample.sample_id, domain=sample.domain, split=split, shard="", offset=self._offset,
-            tokens=len(sample.input_ids), label_rows=len(rows), crc32=zlib.crc32(payload),
+            tokens=len(sample.input_ids), label_rows=len(rows), crc32=checksum,
         )
         try:
-            self._append(payload)
+            self._append(pieces)
             self._records.append(asdict(record))
             if self._offset >= self._shard_bytes:
                 self._seal()
@@ -163,7 +166,7 @@ class FeatureWriter:
         """Drop the shard under construction."""
         if self._handle is not None:
             self._handle.close()
-            self._handle = None
+            self._handle, self._offset = None, 0
             self._path(".bin.tmp", hidden=True).unlink(missing_ok=True)
 
     def _check_shapes(self, sample: Sample, features: Tensor, last_hidden: Tensor) -> None:
@@ -176,13 +179,14 @@ class FeatureWriter:
                 f"{found}. A server that reuses cached prefixes returns fewer rows; switch its prefix caching off."
             )
 
-    def _encode(self, sample: Sample, features: Tensor, needed: Tensor) -> bytes:
+    def _encode(self, sample: Sample, features: Tensor, needed: Tensor) -> list[bytes]:
+        """The record as pieces in file order. Encoded where the tensors are, so a GPU sends the stored size only."""
         tokens = len(sample.input_ids)
         layout = self.header.layout(tokens, len(needed))
         per_layer = features.detach().reshape(tokens, len(self.header.layers), -1)
         feature_data, feature_scales = codecs.encode(per_layer, self.header.codec)
         hidden_data, hidden_scales = codecs.encode(needed.detach(), self.header.codec)
-        buffer = bytearray(layout.size)
+        pieces, position = [], 0
         for section, content in (
             (layout.ids, sample.input_ids.numpy().astype(np.int32).tobytes()),
             (layout.mask, sample.loss_mask.numpy().astype(np.uint8).tobytes()),
@@ -192,16 +196,18 @@ class FeatureWriter:
             (layout.hidden_scales, codecs.to_bytes(hidden_scales.cpu())),
         ):
             assert len(content) == section.size, "layout and codec disagree"
-            buffer[section.offset:section.offset + section.size] = content
-        return bytes(buffer)
+            pieces += [bytes(section.offset - position), content]
+            position = section.offset + section.size
+        return [*pieces, bytes(layout.size - position)]
 
-    def _append(self, payload: bytes) -> None:
+    def _append(self, pieces: list[bytes]) -> None:
         if self._handle is None:
             self._handle = open(self._path(".bin.tmp", hidden=True), "wb")
-            self._digest, self._offset, self._records = hashlib.sha256(), 0, []
-        self._handle.write(payload)
-        self._digest.update(payload)
-        self._offset += len(payload)
+            self._digest, self._records = hashlib.sha256(), []
+        for piece in pieces:
+            self._handle.write(piece)
+            self._digest.update(piece)
+            self._offset += len(piece)
 
     def _seal(self) -> None:
         if self._handle is None:

@@ -99,7 +99,8 @@ def _read(source: SourceConfig, seen: _Seen, limit: Optional[int], seed: int) ->
             if counts.refused.total() <= _SHOWN_REFUSALS:
                 log.warning("%s: skipped, %s", where, refusal)
             continue
-        domain = raw.get("domain") if isinstance(raw.get("domain"), str) else source.domain
+        given = raw.get("domain")
+        domain = given if isinstance(given, str) else source.domain
         kept_tools = tuple(tools) if tools else None
         rows.append(PromptRow(prompt_id, domain, "train", source.name, tuple(messages), kept_tools))
     counts.valid = len(rows)

@@ -128,9 +128,9 @@ class ServerJob:
                 text = self._renderer.text(ids)
         else:
             ids = self._renderer.text_ids(after_prompt(text, opened)) if text.strip() else []
-        if reply.finish_reason == "stop" and ids and ids[-1] not in self._request.stop_ids:
-            # Re-tokenised text, or a server that keeps its stop token to itself.
-            ids.append(self._renderer.end_of_turn_id)
+        end = self._renderer.end_of_turn_id
+        if reply.finish_reason == "stop" and end is not None and ids and ids[-1] not in self._request.stop_ids:
+            ids.append(end)  # re-tokenised text, or a server that keeps its stop token to itself
         wrong = [token for token in ids if self._request.vocab_size is not None and token >= self._request.vocab_size]
         if wrong:
             raise TurnRefused(f"the server returned token id {wrong[0]}, the target has only "

@@ -161,7 +161,7 @@ def _extract(config: Config, directory: Path, target: FrozenTarget, header: Stor
             splits, samples = zip(*map(work.get, batch))
             for split, item in zip(splits, encode_samples(target, samples)):
                 try:
-                    writer.write(item.sample, split, item.features.cpu(), item.last_hidden.cpu())
+                    writer.write(item.sample, split, item.features, item.last_hidden)
                 except BadFeatures as error:
                     quarantined += 1
                     log.error("features: set aside: %s", error)
