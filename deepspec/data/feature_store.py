@@ -57,7 +57,7 @@ class FeatureStore:
         record = self.records[index]
         layout = self.header.layout(record.tokens, record.label_rows)
         raw = np.array(self._map(record.shard)[record.offset:record.offset + layout.size])
-        if len(raw) != layout.size or zlib.crc32(memoryview(raw)) != record.crc32:
+        if len(raw) != layout.size or zlib.crc32(raw.data) != record.crc32:
             raise self._damaged(record.shard, f"checksum of sample {record.sample_id!r} differs")
         sample = Sample(
             sample_id=record.sample_id, domain=record.domain,
