@@ -2,7 +2,7 @@
 
 n supervised slots, D width, V vocabulary, r rank, P distinct transitions, Q distinct target rows.
 
-With ``p`` the drafter's and ``q`` the target's distribution and ``s = sign(p - q)`` the gradients by the logits are
+With ``p`` the drafter's and ``q`` the target's distribution, ``s = sign(p - q)``, the gradients by the logits are
 ``p - onehot`` for the cross-entropy and ``p * (s - sum(p * s))`` for ``|p - q|_1``, so the forward pass makes them
 while the logits of a chunk are at hand and the backward pass only scales. Slots are sorted by previous token and target
 row: target logits are made once per distinct row, and a bias that depends on the previous token alone once per token.
@@ -120,19 +120,16 @@ def _chunks(inputs: LossInputs, vocab: int, item: int) -> Iterator[tuple[slice, 
         first = last
 
 
-def _add_rows(left: Tensor, table: Tensor, index: Tensor, sign: int, out: Tensor, work: Tensor) -> None:
-    """``out = left + sign * table[index]``, all [m, V]; ``work`` is scratch, ``out`` may be ``left``."""
-    if left.is_cuda:
-        torch.add(left, torch.index_select(table, 0, index, out=work), alpha=sign, out=out)
+def _add_rows(table: Tensor, index: Tensor, rows: Tensor, scale: Optional[Tensor], out: Tensor, work: Tensor) -> None:
+    """``out = table[index] + scale * rows``, [m, V]; scale [m] or None (1), ``work`` is scratch, ``out`` may be rows."""
+    if rows.is_cuda:
+        gathered = torch.index_select(table, 0, index, out=work)
+        torch.addcmul(gathered, rows, torch.ones_like(rows[:, :1]) if scale is None else scale[:, None], out=out)
         return
     # Row by row: gathering rows this wide costs the CPU many times the addition.
-    for one, other, result in zip(left, index.tolist(), out, strict=True):
-        torch.add(one, table[other], alpha=sign, out=result)
-
-
-def _cap(logits: Tensor, softcap: Optional[float]) -> None:
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
+    factors = [1.0] * len(rows) if scale is None else scale.tolist()
+    for other, factor, one, result in zip(index.tolist(), factors, rows, out, strict=True):
+        torch.add(table[other], one, alpha=factor, out=result)
 
 
 class _Pass:
@@ -171,54 +168,61 @@ class _Pass:
         scratch = self._buffer(min(max(part[0] for part in parts), max(1, tile)))
         for (slots, rows, groups), part in zip(self.chunks, parts, strict=True):
             draft, target, bias, slope = workspace[:sum(part)].split(part)
-            self._logits(slots, rows, groups, draft, target, bias)
-            if sloped:
-                torch.div(draft, self.inputs.softcap, out=slope).square_().neg_().add_(1.0)
+            self._logits(slots, rows, groups, workspace[:part[0] + part[1]], target, bias, slope)
             self._elementwise(slots, draft, target, bias, scratch)
             if self.inputs.differentiate:
                 self._gradients(slots, groups, draft, bias, slope)
 
     def _logits(
-        self, slots: slice, rows: slice, groups: slice, draft: Tensor, target: Tensor, bias: Tensor,
+        self, slots: slice, rows: slice, groups: slice, both: Tensor, target: Tensor, bias: Tensor, slope: Tensor,
     ) -> None:
-        """Base logits of the drafter, probabilities of the target, the bias of each distinct token (if shared)."""
+        """Base logits of the drafter and, behind them in ``both``, minus the target's probabilities.
+
+        ``bias`` gets the bias of each distinct token, ``slope`` the softcap's derivative.
+        """
         inputs, plan = self.inputs, self.inputs.plan
-        _project(self.hidden[plan.slots[slots]], inputs.lm_head, draft)
-        _cap(draft, inputs.softcap)
-        _project(inputs.last_hidden[plan.rows[rows]], inputs.lm_head, target)
-        _cap(target, inputs.softcap)
+        drafter_rows, target_rows = self.hidden[plan.slots[slots]], inputs.last_hidden[plan.rows[rows]]
+        _project(torch.cat((drafter_rows.to(self.exact), target_rows.to(self.exact))), inputs.lm_head, both)
+        if inputs.softcap is not None:
+            both.div_(inputs.softcap).tanh_()
+            if len(slope):
+                torch.square(both[:len(slope)], out=slope).neg_().add_(1.0)
+            both.mul_(inputs.softcap)
         target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
-        target.div_(target.sum(dim=-1, keepdim=True))
+        target.div_(target.sum(dim=-1, keepdim=True).neg_())
         if len(bias):
             _project(self.transitions[groups], self.factor, bias)
+        elif self.transitions is not None:
+            _project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
 
     def _elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
-        """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted."""
+        """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted.
+
+        With A the drafter's mass where p > q: ``|p - q|_1 = 2 sum(relu(p - q))`` and ``sum(p * s) = 2 A - 1``. The
+        softmax stays unnormalised, its sum goes into the factors that follow: every pass over V counts here.
+        """
         inputs, plan = self.inputs, self.inputs.plan
         rows = plan.row_of[slots] - plan.row_of[slots.start]
         groups = plan.group_of[slots] - plan.group_of[slots.start]
-        if self.transitions is not None and not len(bias):
-            _project(self.transitions[slots], self.factor, draft, accumulate=True)
+        labels = inputs.labels[slots]
         for first in range(0, len(draft), len(scratch)):
             part = slice(first, min(first + len(scratch), len(draft)))
             whole = slice(slots.start + part.start, slots.start + part.stop)
-            probs, work = draft[part], scratch[:part.stop - part.start]
+            exps, work = draft[part], scratch[:part.stop - part.start]
             if len(bias):
-                _add_rows(probs, bias, groups[part], 1, probs, work)
-            labels = inputs.labels[whole, None]
-            top, chosen = probs.amax(dim=-1, keepdim=True), probs.gather(1, labels)
-            probs.sub_(top).exp_()
-            total = probs.sum(dim=-1, keepdim=True)
-            probs.div_(total)
-            self.ce[whole] = (total.log() + top - chosen).squeeze(1)
-            _add_rows(probs, target, rows[part], -1, work, work)
-            self.l1[whole] = torch.linalg.vector_norm(work, ord=1, dim=-1)
+                _add_rows(bias, groups[part], exps, None, exps, work)
+            top, chosen = exps.amax(dim=-1), exps.gather(1, labels[part, None]).squeeze(1)
+            total = exps.sub_(top[:, None]).exp_().sum(dim=-1)
+            self.ce[whole] = total.log() + top - chosen
+            _add_rows(target, rows[part], exps, 1.0 / total, work, work)
+            self.l1[whole] = 2.0 * work.clamp_(min=0.0).sum(dim=-1)
             if inputs.differentiate:
-                ce, tv = inputs.ce_scales[whole, None], inputs.tv_scales[whole, None]
-                work.sign_()
-                mean = torch.bmm(probs[:, None], work[:, :, None]).squeeze(2)
-                probs.mul_(work.mul_(tv).add_(ce - tv * mean))
-                probs.scatter_add_(1, labels, -ce)
+                ce, tv = inputs.ce_scales[whole], 2.0 * inputs.tv_scales[whole]
+                mass = torch.bmm(exps[:, None], work.sign_()[:, :, None]).flatten() / total
+                exps.mul_(work.mul_((tv / total)[:, None]).add_(((ce - tv * mass) / total)[:, None]))
+        if inputs.differentiate:
+            at_label = (torch.arange(len(draft), device=draft.device), labels)
+            draft[at_label] = draft[at_label] - inputs.ce_scales[slots]
 
     def _gradients(self, slots: slice, groups: slice, draft: Tensor, bias: Tensor, slope: Tensor) -> None:
         """Pull the gradient by the logits back to hidden states, transitions and W_2."""
