@@ -14,7 +14,7 @@ from deepspec.config.schema import Config
 from deepspec.data.batch import Sample
 from deepspec.data.rendering import Renderer
 from deepspec.data.samples import load_samples
-from deepspec.data.sources import CachedFeatures, Expected, FeatureSource, OnlineFeatures
+from deepspec.data.sources import CachedFeatures, Expected, OnlineFeatures
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
@@ -37,9 +37,9 @@ JOB_TYPE = "train_drafter"
 class Data(NamedTuple):
     """Samples with hidden states; ``documents`` are the same ones without, where they are at hand."""
 
-    train: FeatureSource
+    train: CachedFeatures | OnlineFeatures
     documents: Optional[Sequence[Sample]]
-    held_out: FeatureSource
+    held_out: CachedFeatures | OnlineFeatures
     fingerprint: str
 
 
@@ -105,7 +105,7 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
     if config.drafter.warm_start and config.drafter.init_from:
         raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
     if config.drafter.warm_start:
-        count = warm_start(drafter, target.layers)
+        count = warm_start(drafter, list(target.layers))
         log.info("warm start: %d tensors copied from the target's last layers", count)
     if config.drafter.init_from:
         checkpoint.load_exported(drafter, Path(config.drafter.init_from))

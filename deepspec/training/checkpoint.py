@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspec.artifacts import read_manifest, sha256_file
 from deepspec.drafters.config import shape_from_config
+from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
@@ -171,7 +172,7 @@ def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
     _copy(drafter, _load(path), path)
 
 
-def load_exported(drafter: nn.Module, folder: Path) -> None:
+def load_exported(drafter: DSparkDrafter, folder: Path) -> None:
     """Copy an exported (or published) drafter's weights; its embedding and LM head, if stored, are the target's.
 
     Raises InputRefused when it is absent, of another shape, or made for other feature layers or mask token.
@@ -197,7 +198,7 @@ def _copy(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> Non
             parameter.data.copy_(tensors[name])
 
 
-def load_drafter(checkpoint_dir: Path, shared: SharedWeights) -> nn.Module:
+def load_drafter(checkpoint_dir: Path, shared: SharedWeights) -> DSparkDrafter:
     """The trained drafter in eval mode, fp32, on the device of the target's weights."""
     drafter = build_drafter(read_shape(checkpoint_dir), shared)
     load_weights(drafter, checkpoint_dir)

@@ -45,7 +45,7 @@ class GuardedAdamW(torch.optim.AdamW):
         self._global_grad_norm = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update unless the gradient is not finite. Gradients are already reduced, so all ranks decide alike."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -144,7 +144,9 @@ def parameter_groups(drafter: nn.Module, options: OptimizerConfig) -> list[dict[
 
 
 def _make_optimizer(groups: list[dict[str, Any]], options: OptimizerConfig, stage: int) -> torch.optim.AdamW:
-    values = {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay}
+    values: dict[str, Any] = {
+        "lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay,
+    }
     if stage == 0:
         return GuardedAdamW(groups, max_norm=options.max_grad_norm, **values)
     return torch.optim.AdamW(groups, **values)
@@ -174,7 +176,7 @@ def initialize(module: nn.Module, trainer: TrainerConfig, optimizer: OptimizerCo
     config = build_config(trainer, optimizer, engine, distributed.world_size())
     module.to(distributed.device())
     stage = config["zero_optimization"]["stage"]
-    client = _make_optimizer(parameter_groups(module.drafter, optimizer), optimizer, stage)
+    client = _make_optimizer(parameter_groups(module.get_submodule("drafter"), optimizer), optimizer, stage)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory statistics
         wrapped, _, _, _ = deepspeed.initialize(
             model=module, optimizer=client, config=config, dist_init_required=False,

@@ -16,9 +16,12 @@ from deepspec.data.anchors import build_blocks, sample_anchors
 from deepspec.data.batch import AnchorBlocks, Sample, TrainingBatch
 from deepspec.data.collate import collate
 from deepspec.data.order import MicroStep, micro_steps
-from deepspec.data.sources import FeatureSource
+from deepspec.data.sources import CachedFeatures, FeatureSource, OnlineFeatures
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators, window_weights
+
+
+Source = FeatureSource | CachedFeatures | OnlineFeatures
 
 
 def stand_in(shape: DrafterShape, dtype: torch.dtype = torch.float32) -> TrainingBatch:
@@ -78,7 +81,7 @@ class KnownMasks(Sequence[Sample]):
     The samples have their id, domain, length and mask, but no token ids.
     """
 
-    def __init__(self, source: FeatureSource) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._known: dict[int, Sample] = {}
 
@@ -100,7 +103,7 @@ class Packer:
     ``num_workers`` above 0 loads one pack ahead in a thread; a source is never read by two threads at once.
     """
 
-    def __init__(self, source: FeatureSource, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig,
+    def __init__(self, source: Source, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig,
                  *, seed: int, num_workers: int = 0, documents: Optional[Sequence[Sample]] = None) -> None:
         self.source, self.shape, self.trainer, self.objective = source, shape, trainer, objective
         self.seed, self.num_workers = seed, num_workers

@@ -55,7 +55,7 @@ def _read(engine: Any, parameter: Tensor, key: Optional[str]) -> Tensor:
     return safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
 
 
-def _write(engine: Any, parameter: Tensor, key: Optional[str], value: Tensor) -> None:
+def _write(engine: Any, parameter: Any, key: Optional[str], value: Tensor) -> None:
     import deepspeed.utils as hooks
 
     if engine.zero_optimization_stage() == 0:

@@ -77,7 +77,7 @@ def optimizer_step(engine: Any, packer: Packer, window: Window, rate: float, req
 
 def _name_bad_samples(losses: list[tuple[tuple[str, ...], torch.Tensor]]) -> None:
     bad = [name for names, loss in losses if not bool(torch.isfinite(loss)) for name in names]
-    everyone = distributed.gather_objects((bad, [name for names, _ in losses for name in names]))
+    everyone: Any = distributed.gather_objects((bad, [name for names, _ in losses for name in names]))
     if everyone is None:
         return
     named = [name for found, _ in everyone for name in found]

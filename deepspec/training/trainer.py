@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from deepspec import distributed
 from deepspec.config.schema import Config
 from deepspec.data.order import steps_per_epoch, windows
+from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.errors import UserError
 from deepspec.tracking import Tracker
 from deepspec.training import checkpoint, saving, state
@@ -48,7 +48,7 @@ class DrafterTrainer:
     every ``validate_every`` steps and at the end.
     """
 
-    def __init__(self, drafter: nn.Module, packer: Packer, config: Config, *, identity: Mapping[str, Any],
+    def __init__(self, drafter: DSparkDrafter, packer: Packer, config: Config, *, identity: Mapping[str, Any],
                  tracker: Optional[Tracker] = None, validate: Optional[Callable[[Any, int], None]] = None) -> None:
         self.config, self.packer, self.identity = config, packer, dict(identity)
         self.run_dir = Path(config.run.dir)
@@ -113,7 +113,7 @@ class DrafterTrainer:
             zero_stage=effective_stage(self.config.engine.zero_stage, trainer.precision),
             identity=self.identity, tracking_id=self.tracker.id,
         )
-        problem: Optional[str] = None
+        problem: Any = None
         if tensors is not None:
             try:
                 saving.save(self.run_dir, tensors, self.packer.shape, train_state, dataclasses.asdict(self.config),
@@ -142,7 +142,7 @@ class DrafterTrainer:
         if torch.cuda.is_available():
             rehearse(self.engine, self.packer)
         prime(self.engine, self.packer.shape)
-        if saved is not None:
+        if found is not None and saved is not None:
             state.scatter(self.engine, checkpoint.load_tensors(found))
             state.set_adam_step(self.engine, saved.adam_step)
             self.step, self.epoch, self.samples = saved.step, saved.epoch, saved.samples

@@ -11,12 +11,11 @@ import torch
 from deepspec import distributed
 from deepspec.config.schema import ObjectiveConfig, TrainerConfig
 from deepspec.data.order import micro_steps
-from deepspec.data.sources import FeatureSource
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators
 from deepspec.tracking import Tracker
 from deepspec.training.metrics import VALIDATION, MetricsFile, Sums, objective_row
-from deepspec.training.packs import Packer, to_device
+from deepspec.training.packs import Packer, Source, to_device
 
 logger = logging.getLogger(__name__)
 PROXY = "acceptance_length_proxy"
@@ -87,7 +86,7 @@ class Validator:
         }
 
 
-def make_validator(source: FeatureSource, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig, *,
+def make_validator(source: Source, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig, *,
                    seed: int, run_dir: Path, tracker: Tracker) -> Validator:
     """Validator on up to ``trainer.validation_samples`` samples of ``source``."""
     indices = choose([sample.domain for sample in source.samples], trainer.validation_samples)
