@@ -121,7 +121,7 @@ def _chunks(inputs: LossInputs, vocab: int, item: int) -> Iterator[tuple[slice, 
 
 
 def _add_rows(table: Tensor, index: Tensor, rows: Tensor, scale: Optional[Tensor], out: Tensor, work: Tensor) -> None:
-    """``out = table[index] + scale * rows``, [m, V]; scale [m] or None (1), ``work`` is scratch, ``out`` may be rows."""
+    """``out = table[index] + scale * rows``, [m, V]; scale [m] or None (1); ``work`` scratch; ``out`` may be rows."""
     if rows.is_cuda:
         gathered = torch.index_select(table, 0, index, out=work)
         torch.addcmul(gathered, rows, torch.ones_like(rows[:, :1]) if scale is None else scale[:, None], out=out)
