@@ -64,7 +64,7 @@ def fsync_directory(path: os.PathLike | str) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory holds and how it came to be (DESIGN: every artifact directory has one).
+    """What a directory holds and how it came to be.
 
     ``fingerprint`` is the hash of everything that decides the content; ``inputs`` maps a name to the fingerprint of
     an artifact that was read; ``files`` maps a relative path to its SHA-256 once the status is ``complete``.

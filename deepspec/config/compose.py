@@ -200,6 +200,9 @@ def quiet_third_party() -> None:
     """Loggers that talk at INFO about nothing a user can act on."""
     for name in ("httpx", "filelock", "urllib3", "matplotlib", "transformers", "DeepSpeed", "datasets", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        # DeepSpeed probes for libraries by compiling; distutils logs each compiler call to the root logger.
+        handler.addFilter(lambda record: "distutils" not in record.pathname)
 
 
 def is_help(flags: list[str]) -> bool:

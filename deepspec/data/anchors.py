@@ -1,7 +1,7 @@
 """Where blocks start and what they are taught. T tokens of a document, N blocks, K draft tokens.
 
 An anchor p is the last verified token: it and its successor are both tokens the target wrote. The block at p is taught
-the tokens p+1, p+2, ... up to the first one the target did not write (PEERS 3.2 and 3.4 have the reasons).
+the tokens p+1, p+2, ... up to the first one the target did not write.
 """
 
 from typing import Sequence

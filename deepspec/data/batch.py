@@ -31,7 +31,7 @@ class FeatureSample:
 
 @dataclass(frozen=True)
 class AnchorBlocks:
-    """Blocks of one pack. Draft token j (0-based) at anchor p is the token at p+1+j (DESIGN: semantics)."""
+    """Blocks of one pack. Draft token j (0-based) at anchor p is the token at p+1+j."""
 
     anchor_rows: Tensor  # [N] int64, packed index of the anchor token
     context_starts: Tensor  # [N] int64, packed index of the first token of the anchor's document

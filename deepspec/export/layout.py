@@ -82,7 +82,7 @@ def _head_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what training changes (PEERS 2.1), from the keys of config.json."""
+    """Names and shapes of what training changes, from the keys of config.json."""
     hidden = config["hidden_size"]
     taps = len(config["target_layer_ids"])
     width = config.get("target_hidden_size", hidden)

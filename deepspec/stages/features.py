@@ -1,4 +1,4 @@
-"""Stage: the target's hidden states of every sample, into a feature store (DESIGN 3)."""
+"""Stage: the target's hidden states of every sample, into a feature store."""
 
 import logging
 from dataclasses import asdict, dataclass

@@ -57,7 +57,7 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     }
     keys: dict[str, Any] = {
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
-        "train": training, "confidence": {"training": training, "confidence": values["confidence"]},
+        "train": training, "confidence": {"confidence": values["confidence"], "calibration": values["calibration"]},
         "calibrate": values["calibration"], "profile": values["profile"], "evaluate": values["evaluate"],
         "export": values["export"], "report": {"runs": config.runs},
     }
@@ -97,6 +97,8 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def up_to_date(config: Config, stage: str) -> bool:
     """Whether the stage finished with these very inputs and options and its output is still what it wrote."""
+    if stage == "prompts" and any(source.kind in ("jsonl", "parquet") for source in config.data.sources):
+        return False  # the stage itself compares the files' contents
     record = read_run(run_dir(config))["stages"].get(stage)
     if not record or record["status"] != "complete" or record["fingerprint"] != fingerprint(config, stage):
         return False
@@ -162,8 +164,9 @@ def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
     started = time.perf_counter()
     try:
         importlib.import_module(f"deepspec.stages.{stage}").run(config)
-    except BaseException:
-        _record(config, stage, status="failed")
+    except BaseException as error:
+        stopped = isinstance(error, SystemExit) and not error.code  # asked to stop by a signal, and saved
+        _record(config, stage, status="stopped" if stopped else "failed")
         raise
     distributed.barrier()
     seconds = time.perf_counter() - started

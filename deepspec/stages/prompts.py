@@ -1,4 +1,4 @@
-"""Stage: collect the prompts of a run (DESIGN 3)."""
+"""Stage: collect the prompts of a run."""
 
 import logging
 from collections import Counter

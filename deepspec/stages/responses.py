@@ -1,4 +1,4 @@
-"""Stage: the target's own answers to the prompts (DESIGN 3)."""
+"""Stage: the target's own answers to the prompts."""
 
 import logging
 from dataclasses import asdict

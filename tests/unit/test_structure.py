@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    "errors", "config", "artifacts", "distributed", "kernels", "targets", "data", "drafters", "objective", "calibration",
+    "errors", "artifacts", "config", "distributed", "kernels", "targets", "data", "drafters", "objective", "calibration",
     "scheduling", "decoding", "profiling", "evaluation", "tracking", "training", "export", "planning", "report", "stages",
     "runs", "cli",
 )

@@ -67,7 +67,7 @@ def test_numeric_gradient_through_values_and_log_sum_exp() -> None:
 
 
 def test_empty_context_is_finite_forward_and_backward() -> None:
-    """FAULTS E08: an anchor at position 0, alone and beside others."""
+    """An anchor at position 0, alone and beside others."""
     for documents in (((6, (0,)),), ((6, (0, 3)), (5, (0,)))):
         batch = pack(SHAPE, documents)
         inputs = tensors(len(batch.blocks), len(batch.input_ids), torch.float32)

@@ -33,7 +33,7 @@ def loss_and_grads(model: DSparkDrafter, batch: TrainingBatch, window: TrainingB
 
 
 def test_parameters_of_the_published_layout() -> None:
-    """PEERS 2.1: names, shapes and the trainable parameters of Qwen3-4B's drafter."""
+    """Names, shapes and the trainable parameters of Qwen3-4B's drafter."""
     of = DrafterShape(
         "dspark", 2560, 9728, 5, 32, 8, 128, 151936, 1e-6, 1e6, {"rope_type": "default"}, 40960, 7, True, "vanilla",
         256, True, True, 151669, (1, 9, 17, 25, 33), 36, 2560, "qwen3",
@@ -117,7 +117,7 @@ def test_many_requests_draft_the_same_tokens_as_few() -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_packed_loss_is_the_sum_of_the_separate_ones(head: str) -> None:
-    """FAULTS E05."""
+    """No block spans two documents."""
     of = shape(head=head)
     model = drafter(of)
     whole = pack(of, DOCUMENTS)

@@ -201,7 +201,7 @@ def test_unsupervised_slots_have_exactly_no_gradient() -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_extreme_logits_stay_finite_and_labels_stay_probabilities(implementation: str) -> None:
-    """FAULTS J05: identical and disjoint distributions, logits of +-40."""
+    """Identical and disjoint distributions, logits of +-40."""
     of = shape(head="none", vocab_size=40, hidden_size=40, target_hidden_size=40, block_size=3)
     batch = pack(of, [(12, [1, 2, 5])])
     eye = torch.eye(40)
@@ -242,7 +242,7 @@ def test_without_blocks_loss_and_gradients_are_exactly_zero(implementation: str)
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("weights", [(0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)])
 def test_every_parameter_gets_a_gradient_whatever_is_switched_off(head: str, weights: tuple[float, ...]) -> None:
-    """FAULTS F08."""
+    """Parameters without a gradient in a step get zeros."""
     of = shape(head=head)
     model = drafter(of, confidence_detach=True)
     batch = pack(of, DOCUMENTS)
@@ -255,7 +255,7 @@ def test_every_parameter_gets_a_gradient_whatever_is_switched_off(head: str, wei
 
 @pytest.mark.parametrize("detach", [False, True])
 def test_confidence_term_reaches_the_backbone_only_if_asked(detach: bool) -> None:
-    """FAULTS J01."""
+    """Whether the confidence loss reaches the backbone is an option."""
     of = shape()
     model = drafter(of, confidence_detach=detach)
     batch = pack(of, DOCUMENTS)
@@ -306,7 +306,7 @@ def test_unknown_implementation_is_refused() -> None:
 
 @pytest.mark.parametrize("head", ["none", "vanilla", "rnn"])
 def test_memory_is_bounded_by_the_chunk_not_by_the_anchors(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAULTS E12."""
+    """Peak memory follows the chunk, not the number of anchors."""
     of = shape(head=head, vocab_size=30011, block_size=7)
     taken: list[int] = []
     plain = chunked._Pass._buffer
