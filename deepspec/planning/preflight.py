@@ -118,7 +118,8 @@ def _sources(config: Config, stages: list[str]) -> None:
             if not path.exists():
                 raise InputRefused(f"{key} does not exist. Give a {source.kind} file or a folder of them.")
             if path.is_file() and path.stat().st_size == 0:
-                raise InputRefused(f"{key} is an empty file.")
+                raise InputRefused(f"{key} is an empty file: 0 prompts. Every line should hold one JSON object, for "
+                                   'example {"prompt": "..."}.')
             if path.is_dir() and not any(path.glob(f"**/*.{source.kind}")):
                 raise InputRefused(f"{key} is a folder without any .{source.kind} file.")
 

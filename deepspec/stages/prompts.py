@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def run(config: Config) -> None:
     payload = b"".join(dump_row(row.to_json()) for row in rows)
     artifacts.atomic_write_bytes(directory / PROMPTS_FILE, payload)
     facts: dict[str, Any] = {
-        "sources": {name: _plain(asdict(count)) for name, count in counts.items()},
+        "sources": {name: _plain(vars(count)) for name, count in counts.items()},
         "splits": {split: sum(row.split == split for row in rows) for split in SPLITS},
         "domains": dict(sorted(Counter(row.domain for row in rows).items())),
     }
