@@ -10,20 +10,24 @@ gradients for every distinct previous token. Memory is the growth of the peak re
 """
 
 import json
+import os
 import platform
 import sys
 import threading
 import time
 from typing import Callable
 
-import psutil
-import torch
-from torch import Tensor
+# Before torch loads OpenMP: threads that spin between operations starve each other when anything else is running.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from deepspec.config.schema import ObjectiveConfig
-from deepspec.data.batch import AnchorBlocks, TrainingBatch
-from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
-from deepspec.objective import drafter_loss, window_weights
+import psutil  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from deepspec.config.schema import ObjectiveConfig  # noqa: E402
+from deepspec.data.batch import AnchorBlocks, TrainingBatch  # noqa: E402
+from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights  # noqa: E402
+from deepspec.objective import drafter_loss, window_weights  # noqa: E402
 
 DEFAULTS = {
     "vocab": 49152, "width": 576, "rank": 256, "slots": 3584, "tokens": 1024, "megabytes": 256, "threads": 2,
@@ -147,7 +151,8 @@ def main(arguments: list[str]) -> None:
         chunked, chunked_memory = min(chunked, seconds), max(chunked_memory, memory)
     result = {
         "benchmark": "objective", **options, "ids": ids, "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__, "matmul_gflops": round(rate / 1e9, 1), "floor_seconds": round(flop / rate, 3),
+        "torch": torch.__version__, "load": round(os.getloadavg()[0], 1),
+        "matmul_gflops": round(rate / 1e9, 1), "floor_seconds": round(flop / rate, 3),
         "chunked_seconds": round(chunked, 3), "chunked_over_floor": round(chunked * rate / flop, 3),
         "chunked_gflops": round(flop / chunked / 1e9, 1), "chunked_extra_megabytes": round(chunked_memory),
     }
