@@ -97,11 +97,13 @@ def environment() -> dict[str, Any]:
 def _git_revision() -> Optional[str]:
     root = Path(__file__).resolve().parent.parent
     try:
-        revision = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        if revision.returncode:
-            return None
-        dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, timeout=5)
+        revision, dirty = (
+            subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, timeout=5)
+            for command in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
     except (OSError, subprocess.TimeoutExpired):
+        return None
+    if revision.returncode:
         return None
     return revision.stdout.strip() + ("+dirty" if dirty.stdout.strip() else "")
 
@@ -137,7 +139,7 @@ def read_manifest(directory: os.PathLike | str) -> Optional[Manifest]:
         raise InputRefused(f"{path} is not readable as JSON ({error}). Delete the folder and make it again.") from None
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise InputRefused(f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}. Make it again.")
+        raise InputRefused(f"{path} has schema_version {version!r}, this code reads {SCHEMA_VERSION}. Make it again.")
     return Manifest(**{key: values[key] for key in Manifest.__dataclass_fields__ if key in values})
 
 
@@ -155,5 +157,5 @@ def require_complete(directory: os.PathLike | str, what: str, command: str) -> M
     if manifest is None:
         raise InputRefused(f"{what} not found: {directory} has no {MANIFEST}. Make it with: {command}")
     if manifest.status != "complete":
-        raise InputRefused(f"{what} in {directory} are unfinished (status {manifest.status!r}). Continue with: {command}")
+        raise InputRefused(f"{what} in {directory} are unfinished ({manifest.status}). Continue with: {command}")
     return manifest

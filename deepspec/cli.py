@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from deepspec.artifacts import atomic_write_json
 from deepspec.config.compose import (
-    CONF_DIR, adapt_argv, compose_config, is_help, parse_overrides, quiet_third_party, register_schema, split_argv, to_config,
+    CONF_DIR, adapt_argv, compose_config, is_help, parse_overrides, quiet_third_party, register_schema, split_argv,
+    to_config,
 )
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, UserError

@@ -90,9 +90,8 @@ def to_config(composed: DictConfig, *, check: bool = True) -> Config:
     """The dataclass of a composed configuration, every interpolation resolved."""
     plain = OmegaConf.masked_copy(composed, [field.name for field in fields(Config)])
     if check and OmegaConf.is_missing(plain.run, "name"):
-        raise ConfigError(
-            f"No experiment was chosen. Add one of: {', '.join('+experiment=' + name for name in options('experiment'))}."
-        )
+        choices = ", ".join(f"+experiment={name}" for name in options("experiment"))
+        raise ConfigError(f"No experiment was chosen. Add one of: {choices}.")
     missing = sorted(OmegaConf.missing_keys(plain)) if check else []
     if missing:
         raise ConfigError(f"{missing[0]} has no value (it is ???). Give one on the command line: {missing[0]}=VALUE")
@@ -112,7 +111,8 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
             key, separator, value = text.partition("=")
             hint = f" A value with special characters is quoted twice: '{key}=\"{value}\"'." if separator else \
                 " Options are written key=value; flags of other programs do not exist here."
-            raise ConfigError(f"{text!r} is not an override Hydra can read ({str(error).splitlines()[0]}).{hint}") from None
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{text!r} is not an override Hydra can read ({reason}).{hint}") from None
     return parsed
 
 
@@ -158,9 +158,10 @@ def _check_override(override: Override) -> None:
         names = value if isinstance(value, list) else [value]
         for name in names:
             if isinstance(name, str) and name not in choices:
-                raise ConfigError(f"{override.input_line!r}: there is no {key} called {name!r}. {_nearest(str(name), choices)}")
+                line = override.input_line
+                raise ConfigError(f"{line!r}: there is no {key} called {name!r}. {_nearest(name, choices)}")
         if key == "experiment" and not override.is_add():
-            raise ConfigError(f"Write +experiment={value} (with the plus: an experiment is added to the configuration).")
+            raise ConfigError(f"Write +experiment={value} (with the plus: an experiment adds to the configuration).")
         return
     if not _key_exists(key):
         raise ConfigError(f"{override.input_line!r}: there is no option {key!r}. {_nearest(key, list(known_keys()))}")
@@ -207,5 +208,5 @@ def quiet_third_party() -> None:
 
 def is_help(flags: list[str]) -> bool:
     """Whether Hydra's own flags ask for text rather than a run."""
-    return bool({"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version", "--shell-completion"} & set(flags))
-
+    texts = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version", "--shell-completion"}
+    return bool(texts & set(flags))

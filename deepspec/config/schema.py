@@ -9,12 +9,12 @@ from typing import Any, Optional
 
 MISSING: Any = "???"
 
-STAGES = ("prompts", "responses", "features", "train", "confidence", "calibrate", "profile", "evaluate", "export", "report")
+STAGES = tuple("prompts responses features train confidence calibrate profile evaluate export report".split())
 
 
 @dataclass
 class RunConfig:
-    """Where a run lives. ``dir`` is a function of the name, never of the clock, so that all ranks and a resume agree."""
+    """Where a run lives. ``dir`` follows from the name, never from the clock, so that all ranks and a resume agree."""
 
     name: str = MISSING
     dir: str = "runs/${run.name}"

@@ -11,7 +11,9 @@ from typing import Any, Callable, Iterator, Optional
 
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json, canonical_hash, environment, sha256_file
-from deepspec.config.paths import features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir
+from deepspec.config.paths import (
+    features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir,
+)
 from deepspec.config.schema import STAGES, Config
 from deepspec.errors import InputRefused
 
@@ -52,7 +54,9 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "epochs", "max_steps", "global_batch_size", "micro_batch_size", "num_anchors", "precision")}
     training = {
         "features": features_key(config), "drafter": values["drafter"], "trainer": trainer, "seed": config.run.seed,
-        "objective": {key: value for key, value in values["objective"].items() if key not in ("implementation", "chunk_megabytes")},
+        "objective": {
+            key: value for key, value in values["objective"].items() if key not in ("implementation", "chunk_megabytes")
+        },
         "optimizer": values["optimizer"],
     }
     keys: dict[str, Any] = {
@@ -92,7 +96,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise InputRefused(f"{path} is not readable as JSON ({error}). Delete that file; finished stages are found again.") from None
+        raise InputRefused(f"{path} is not readable as JSON ({error}). Delete that file and run again.") from None
 
 
 def up_to_date(config: Config, stage: str) -> bool:
@@ -154,7 +158,8 @@ def _in_order(stages: tuple[str, ...]) -> Iterator[str]:
 
 def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
     # Rank 0 decides for all: another rank may look when rank 0 has already written the next record.
-    current = distributed.broadcast_object(up_to_date(config, stage) if distributed.rank() == 0 and not forced else False)
+    current = distributed.rank() == 0 and not forced and up_to_date(config, stage)
+    current = distributed.broadcast_object(current)
     if current:
         log.info("%-10s up to date", stage)
         return

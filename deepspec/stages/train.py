@@ -105,7 +105,7 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
     if config.drafter.warm_start and config.drafter.init_from:
         raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
     if config.drafter.warm_start:
-        count = warm_start(drafter, list(target.layers))
+        count = warm_start(drafter, list(target.layers), target.final_norm_weight)
         log.info("warm start: %d tensors copied from the target's last layers", count)
     if config.drafter.init_from:
         checkpoint.load_exported(drafter, Path(config.drafter.init_from))

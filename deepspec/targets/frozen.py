@@ -48,6 +48,7 @@ class FrozenTarget:
         self.layers: nn.ModuleList = self._decoder.layers
         self.embed_weight = _weight(model.get_input_embeddings())  # [V, D]
         self.lm_head_weight = _weight(model.get_output_embeddings())  # [V, D]
+        self.final_norm_weight: Optional[Tensor] = getattr(getattr(self._decoder, "norm", None), "weight", None)  # [D]
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         extra = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

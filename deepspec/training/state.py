@@ -35,6 +35,15 @@ def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]]) -> None:
             _write(engine, parameter, None if key == "weights" else key, values[name])
 
 
+def link_optimizer_state(engine: Any) -> None:
+    """Let every parameter find its moments. DeepSpeed 0.19 does so after the first parameter group has stepped, when
+    the other groups have none yet, and never again."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() in (1, 2) and hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def adam_step(engine: Any) -> int:
     """Updates applied so far, which AdamW's bias correction counts; skipped steps are not among them."""
     states = list(engine.basic_optimizer.state.values())

@@ -19,7 +19,7 @@ from deepspec.training.engine import gradient_norm, set_learning_rate, step_was_
 from deepspec.training.metrics import Sums
 from deepspec.training.packs import Packer, Window, stand_in, to_device
 from deepspec.training.signals import Requests
-from deepspec.training.state import set_adam_step
+from deepspec.training.state import link_optimizer_state, set_adam_step
 
 logger = logging.getLogger(__name__)
 _NAMED = 8  # sample ids in a warning
@@ -97,6 +97,7 @@ def prime(engine: Any, shape: DrafterShape) -> None:
     engine.step()
     if step_was_skipped(engine):
         raise RuntimeError("the gradient of a pack without weight is not finite: the initial weights are not")
+    link_optimizer_state(engine)
     set_adam_step(engine, 0)
 
 

@@ -12,9 +12,9 @@ from tests.conftest import ROOT, script
 
 pytestmark = pytest.mark.slow
 SMALL = (
-    "data.max_prompts=60", "data.min_held_out=6", "responses.max_tokens=40", "trainer.epochs=2", "trainer.num_anchors=12",
-    "confidence.max_new_tokens=40", "evaluate.max_new_tokens=24", "evaluate.bootstrap=200", "profile.seconds_limit=4",
-    "run.seed=11",
+    "data.max_prompts=60", "data.min_held_out=6", "responses.max_tokens=40", "trainer.epochs=2",
+    "trainer.num_anchors=12", "confidence.max_new_tokens=40", "evaluate.max_new_tokens=24", "evaluate.bootstrap=200",
+    "profile.seconds_limit=4", "run.seed=11",
 )
 
 
@@ -41,8 +41,8 @@ def test_every_stage_is_recorded_complete(run: Path) -> None:
 def test_metrics_have_every_field(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    wanted = {"step", "epoch", "samples", "loss", "loss_ce", "loss_tv", "loss_confidence", "acceptance_length_proxy", "lr",
-              "grad_norm", "skipped_steps", "seconds", "tokens_per_second", "peak_memory_bytes"}
+    wanted = {"step", "epoch", "samples", "loss", "loss_ce", "loss_tv", "loss_confidence", "acceptance_length_proxy",
+              "lr", "grad_norm", "skipped_steps", "seconds", "tokens_per_second", "peak_memory_bytes"}
     wanted |= {f"acceptance_rate@{k}" for k in range(1, 8)}
     assert all(wanted <= set(row) for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -118,7 +118,7 @@ def test_a_stage_script_takes_its_options_from_the_run(run: Path) -> None:
 ], ids=["python", "torchrun", "deepspeed"])
 def test_plans_without_weights_under_every_starter(starter: list[str]) -> None:
     command = [starter[0] if starter[0] == sys.executable else str(Path(sys.executable).with_name(starter[0]))]
-    result = subprocess.run([*command, *starter[1:], "launch/train_drafter.py", "+experiment=qwen3_8b", "plan=true"], cwd=ROOT,
-                            capture_output=True, text=True, timeout=120)
+    command += [*starter[1:], "launch/train_drafter.py", "+experiment=qwen3_8b", "plan=true"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "1,126,422,017" in result.stdout and "ZeRO" in result.stdout

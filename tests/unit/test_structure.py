@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    "errors", "artifacts", "config", "distributed", "kernels", "targets", "data", "drafters", "objective", "calibration",
-    "scheduling", "decoding", "profiling", "evaluation", "tracking", "training", "export", "planning", "report", "stages",
-    "runs", "cli",
+    "errors", "artifacts", "config", "distributed", "kernels", "targets", "data", "drafters", "objective",
+    "calibration", "scheduling", "decoding", "profiling", "evaluation", "tracking", "training", "export", "planning",
+    "report", "stages", "runs", "cli",
 )
 ONLY_IN = {
     "hydra": {"config", "cli"}, "omegaconf": {"config", "cli"}, "wandb": {"tracking"},
@@ -75,7 +75,8 @@ def first_lines() -> dict[str, list[str]]:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                lines.setdefault(node.name, []).append((ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " "))
+                first = (ast.get_docstring(node) or "").split("\n\n")[0]
+                lines.setdefault(node.name, []).append(first.replace("\n", " "))
     return lines
 
 

@@ -36,7 +36,8 @@ def test_experiments_hold_the_published_recipe() -> None:
     assert config.target.mask_token_id == 151669
     assert (config.optimizer.lr, config.optimizer.warmup_ratio, config.optimizer.weight_decay) == (6e-4, 0.04, 0.0)
     assert (config.trainer.global_batch_size, config.trainer.epochs, config.trainer.num_anchors) == (512, 10, 512)
-    assert (config.objective.ce_weight, config.objective.tv_weight, config.objective.confidence_weight) == (0.1, 0.9, 1.0)
+    objective = config.objective
+    assert (objective.ce_weight, objective.tv_weight, objective.confidence_weight) == (0.1, 0.9, 1.0)
     assert "train" == config.stages[0]
     assert compose_config(["+experiment=qwen3_14b"]).target.feature_layers == [1, 10, 19, 28, 37]
 
@@ -90,7 +91,8 @@ def test_unknown_key_inside_an_experiment_file(tmp_path: Path, monkeypatch: pyte
     import shutil
 
     shutil.copytree(CONF_DIR, tmp_path / "conf")
-    (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\nrun: {name: typo}\noptimizer: {lrr: 1}\n")
+    text = "# @package _global_\nrun: {name: typo}\noptimizer: {lrr: 1}\n"
+    (tmp_path / "conf" / "experiment" / "typo.yaml").write_text(text)
     monkeypatch.setattr(compose, "CONF_DIR", tmp_path / "conf")
     with pytest.raises(ConfigError) as caught:
         compose_config(["+experiment=typo"])
@@ -120,7 +122,8 @@ def test_multirun_is_refused() -> None:
 
 
 def test_flags_and_overrides_are_told_apart() -> None:
-    assert split_argv(["--cfg", "job", "+experiment=tiny", "-cn", "x", "a=b"]) == (["+experiment=tiny", "a=b"], ["--cfg", "job", "-cn", "x"])
+    overrides, flags = split_argv(["--cfg", "job", "+experiment=tiny", "-cn", "x", "a=b"])
+    assert (overrides, flags) == (["+experiment=tiny", "a=b"], ["--cfg", "job", "-cn", "x"])
 
 
 def test_known_keys_cover_sections_and_leaves() -> None:
