@@ -9,10 +9,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 selection=(tests/unit -m "not slow")
+interop=0
 while [ $# -gt 0 ]; do
     case "$1" in
         --all) selection=(tests --ignore=tests/interop) ;;
-        --interop) selection=(tests/interop) ;;
+        --interop) selection=(tests/interop); interop=1 ;;
         --) shift; break ;;
         -h|--help) sed -n '2,8p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
         *) echo "tests/run.sh: unknown argument '$1' (there are --all, --interop, --)" >&2; exit 2 ;;
@@ -22,5 +23,9 @@ done
 
 . launch/venv.sh
 make_venv demo,dev
+if [ "$interop" = 1 ]; then
+    . tests/interop/environment.sh
+    interop_environment
+fi
 export PATH="$BIN:$PATH"
 exec "$PYTHON" -m pytest "${selection[@]}" "$@"

@@ -44,9 +44,10 @@ def files(run_dir: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run_dir)): p.read_bytes() for p in sorted(run_dir.rglob("*")) if p.is_file()}
 
 
-def train(run_dir, stage=0, source=None, **trainer):
+def train(run_dir, stage=0, source=None, head_multiplier=1.0, **trainer):
     config = tiny_config(run_dir, **trainer)
     config.engine.zero_stage = stage
+    config.optimizer.head_lr_multiplier = head_multiplier
     return tiny_trainer(run_dir, config=config, source=source).run()
 
 
@@ -68,6 +69,14 @@ def test_five_and_five_steps_are_ten(tmp_path, stage, precision, caplog):
         one, two = (load_file(tmp_path / run / "checkpoints/step-10" / name) for run in ("whole", "parts"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_several_parameter_groups_save_and_resume(tmp_path, stage):
+    train(tmp_path / "whole", stage, head_multiplier=5.0)
+    assert train(tmp_path / "parts", stage, StoppingSource(22), head_multiplier=5.0).stopped
+    assert train(tmp_path / "parts", stage, head_multiplier=5.0).step == 10
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
 
 
 def test_epoch_boundary_and_middle_of_a_later_epoch_continue_the_order(tmp_path):
