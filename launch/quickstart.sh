@@ -26,3 +26,6 @@ deepspeed --num_accelerators 1 launch/train_drafter.py +experiment=smollm2_135m 
 
 echo
 "$PYTHON" -m deepspec.report "runs/$name"
+echo "next, the same drafter without its two heads on the same data, and both side by side:"
+echo "  $BIN/deepspeed launch/train_drafter.py +experiment=smollm2_135m drafter=dflash${overrides[0]:+ ${overrides[0]}} run.name=${name}_dflash"
+echo "  $PYTHON launch/report.py run.dir=runs/$name 'runs=[${name}_dflash]'"

@@ -22,7 +22,7 @@ def config(make_request: Callable[..., Any], target_folder: Path, tmp_path: Path
     weights = {name: value.detach().clone() for name, value in request.drafter.named_parameters()}
     moments = {key: {name: torch.zeros_like(value) for name, value in weights.items()} for key in MOMENTS}
     state = TrainState(step=3, epoch=0, samples=6, skipped_steps=0, adam_step=3, world_size=1, zero_stage=0,
-                       identity={"target_fingerprint": request.target.fingerprint, "seed": 0})
+                       total_steps=3, identity={"target_fingerprint": request.target.fingerprint, "seed": 0})
     saving.save(tmp_path / "run", {"weights": weights} | moments, request.drafter.shape, state, {}, keep_last=1)
     return make_config(target_folder, tmp_path / "run")
 

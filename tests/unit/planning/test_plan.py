@@ -120,8 +120,8 @@ def test_rows_on_disk_beat_the_options(composed: Callable[..., Config], tmp_path
 
 
 @pytest.mark.parametrize("experiment", ["qwen3_8b", "qwen3_14b", "qwen3_0_6b", "smollm2_135m", "tiny"])
-def test_render_says_it_all(composed: Callable[..., Config], experiment: str) -> None:
-    text = render(make_plan(composed(f"+experiment={experiment}")))
+def test_render_says_it_all(composed: Callable[..., Config], experiment: str, tmp_path: Path) -> None:
+    text = render(make_plan(composed(f"+experiment={experiment}", f"run.data_root={tmp_path}")))
     for word in ("trainable", "ZeRO", "feature cache", "H200", "B200", "this CPU", "share of peak", "free", "train "):
         assert word in text
     assert text.endswith("\n") and max(map(len, text.splitlines())) < 200
