@@ -144,9 +144,11 @@ def read_manifest(directory: os.PathLike | str) -> Optional[Manifest]:
 
 
 def is_complete(directory: os.PathLike | str, fingerprint: Optional[str] = None) -> bool:
-    """Whether ``directory`` holds a finished artifact (with this fingerprint, if one is given)."""
+    """Whether ``directory`` holds a finished artifact, all files there (with this fingerprint, if one is given)."""
     manifest = read_manifest(directory)
     if manifest is None or manifest.status != "complete":
+        return False
+    if not all((Path(directory) / name).is_file() for name in manifest.files):
         return False
     return fingerprint is None or manifest.fingerprint == fingerprint
 

@@ -3,14 +3,19 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from deepspec.artifacts import canonical_hash
+from deepspec.artifacts import canonical_hash, sha256_file
 from deepspec.config.schema import Config, TargetConfig
 
 
 def target_identity(target: TargetConfig) -> dict[str, object]:
     """The options that choose the target's weights and how its text is rendered."""
     keys = ("name", "source", "path", "revision", "dtype", "chat_template", "thinking")
-    return {key: getattr(target, key) for key in keys}
+    values = {key: getattr(target, key) for key in keys}
+    if target.chat_template is not None:
+        template = Path(target.chat_template).expanduser()
+        # By content: an edited template renders other text, a moved one does not.
+        values["chat_template"] = sha256_file(template) if template.is_file() else target.chat_template
+    return values
 
 
 def prompts_key(config: Config) -> dict[str, object]:

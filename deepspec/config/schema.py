@@ -108,7 +108,7 @@ class DataConfig:
     held_out_fraction: float = 0.05  # by hash of the prompt id: adding data never moves a row across the split
     min_held_out: int = 8  # per domain; smallest hashes are taken first
     max_length: int = 4096  # tokens of a sample, prompt included
-    num_workers: int = 0  # loader threads; 0 loads in the training thread
+    num_workers: int = 0  # 0 loads in the training thread; more: a pack ahead, in a thread of its own
 
 
 @dataclass
@@ -227,7 +227,8 @@ class ProfileConfig:
     """Grid of the throughput profile."""
 
     num_reqs: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    verify_lengths: list[int] = field(default_factory=lambda: [0, 1, 3, 7])  # draft tokens verified per request
+    # Draft tokens verified per request; a number above the length of a block counts as that length.
+    verify_lengths: list[int] = field(default_factory=lambda: [0, 1, 3, 7])
     kv_lengths: list[int] = field(default_factory=lambda: [512])
     samples_per_cell: int = 32
     warmup: int = 3

@@ -75,7 +75,8 @@ def check_header(directory: os.PathLike | str, header: StoreHeader, expected: Ex
             continue
         message = f"{directory}: features have {name}={_shown(found)}, but this run needs {name}={_shown(wanted)}."
         if name not in allow:
-            raise InputRefused(f"{message} Make them again with: data_prep/extract_features.py")
+            raise InputRefused(f"{message} Delete that folder and make them again "
+                               "with: data_prep/extract_features.py")
         log.warning("%s Used anyway, as asked.", message)
 
 

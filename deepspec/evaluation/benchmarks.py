@@ -55,7 +55,7 @@ def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
         rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools)
                 for row in read_responses(responses, HELD_OUT)]
     else:
-        rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path))]
+        rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path).expanduser())]
     rows = rows if config.limit is None else rows[:config.limit]
     if not rows:
         log.warning("benchmark %s has no prompts (%s); its numbers will be null", config.name, config.path)

@@ -50,6 +50,17 @@ def required(config: Config, stage: str) -> tuple[str, ...]:
     return NEEDS.get(stage, ())
 
 
+def _places(config: Config, stages: list[str]) -> None:
+    for key, path in (("run.dir", paths.run_dir(config)), ("run.data_root", Path(config.run.data_root))):
+        place = path.absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            raise InputRefused(f"{key}={str(path)!r}: {place} is a file, not a folder. Give another {key}.")
+        if key == "run.dir" and not os.access(place, os.W_OK):
+            raise InputRefused(f"{key}={str(path)!r}: {place} cannot be written to. Give another {key}.")
+
+
 def _inputs(config: Config, stages: list[str]) -> None:
     for stage in stages:
         for needed in required(config, stage):
@@ -95,7 +106,7 @@ def _target(config: Config, stages: list[str]) -> None:
                                "config.json, weights and tokenizer) or a hub id such as Qwen/Qwen3-8B.")
         if not (folder / "config.json").is_file():
             raise InputRefused(f"target.path={target.path!r} has no config.json: it is no model folder.")
-    if target.chat_template is not None and not Path(target.chat_template).is_file():
+    if target.chat_template is not None and not Path(target.chat_template).expanduser().is_file():
         raise InputRefused(f"target.chat_template={target.chat_template!r} is not a file.")
 
 
@@ -144,9 +155,9 @@ def _benchmarks(config: Config, stages: list[str]) -> None:
     if "evaluate" not in stages:
         return
     for benchmark in config.evaluate.benchmarks:
-        if benchmark.path != "held_out" and not Path(benchmark.path).expanduser().exists():
-            raise InputRefused(f"evaluate.benchmarks: {benchmark.name!r} has path={benchmark.path!r}, which does not "
-                               "exist. Give a JSONL file, or held_out.")
+        if benchmark.path != "held_out" and not Path(benchmark.path).expanduser().is_file():
+            raise InputRefused(f"evaluate.benchmarks: {benchmark.name!r} has path={benchmark.path!r}, which is not a "
+                               "file. Give a JSONL file, or held_out.")
 
 
 def _checkpoint(config: Config, stages: list[str]) -> None:
@@ -182,6 +193,6 @@ def _disk(config: Config) -> None:
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (_inputs, _report, _target, _sources, _servers, _benchmarks, _checkpoint):
+    for check in (_places, _inputs, _report, _target, _sources, _servers, _benchmarks, _checkpoint):
         check(config, list(stages))
     _disk(config)

@@ -3,8 +3,11 @@
 import difflib
 import math
 import os
+import re
+from pathlib import PurePath
 from typing import Any, Iterable, Sequence
 
+from deepspec.config.owned import refuse_owned
 from deepspec.config.schema import MISSING, STAGES, Config, draft_length
 from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
@@ -54,6 +57,7 @@ def _known(value: Any) -> bool:
 
 
 def _stages(config: Config) -> None:
+    _require(bool(config.stages), "stages", list(config.stages), f"some of {', '.join(STAGES)}")
     for name in config.stages:
         _choice("stages", name, STAGES)
     _require(len(set(config.stages)) == len(config.stages), "stages", list(config.stages), "without repetition")
@@ -64,6 +68,11 @@ def _stages(config: Config) -> None:
 def _run(config: Config) -> None:
     name = str(config.run.name)
     bad = set(name) & set(':;,#?\'"\\*<>| ')
+    _require(".." not in PurePath(name).parts and name != ".", "run.name", name, "the name of a folder of its own")
+    for key in ("dir", "data_root"):
+        _require(bool(getattr(config.run, key)), f"run.{key}", getattr(config.run, key), "a folder")
+        _require(not getattr(config.run, key).startswith("~"), f"run.{key}", getattr(config.run, key),
+                 "written out: nothing expands ~ here")
     _require(bool(name) and not bad, "run.name", config.run.name,
              "non-empty and without blanks, quotes or any of : ; , # ? * < > | (it is a folder and a W&B id)")
     _whole("run.seed", config.run.seed, 0)
@@ -79,6 +88,9 @@ def _target(config: Config) -> None:
     if target.revision is not None and target.source == "hf" and os.path.isdir(target.path):
         raise ConfigError(f"target.revision={target.revision!r} pins a commit of a hub repository, but target.path="
                           f"{target.path!r} is a folder. Remove target.revision, or give the hub id.")
+    if target.revision is not None and target.source != "hf":
+        raise ConfigError(f"target.revision={target.revision!r} pins a commit of a hub repository, but target.source="
+                          f"{target.source} has none. Remove target.revision.")
     _feature_layers(config)
     mask, vocab = target.mask_token_id, target.shape.vocab_size
     if _known(mask):
@@ -156,11 +168,19 @@ def _data(config: Config) -> None:
         _within(f"data.sources[{index}].weight", source.weight, 0.0, math.inf, open_low=True)
         if source.kind == "embedded":
             _choice(f"data.sources[{index}].path", source.path, ("math", "code", "chat"))
+        elif not source.path:
+            raise ConfigError(f"Source {source.name!r} of kind {source.kind} has no path. Give a file, a folder or a "
+                              f"hub id: data.sources.{index}.path=PATH")
+        if source.cap is not None:
+            _whole(f"data.sources[{index}].cap", source.cap, 1)
     names = [source.name for source in data.sources]
     _require(len(set(names)) == len(names), "data.sources[].name", names, "without repetition")
     _wholes("data", data, ("max_prompts",), 1)
     _within("data.held_out_fraction", data.held_out_fraction, 0.0, 1.0, open_high=True)
     _whole("data.min_held_out", data.min_held_out, 0)
+    if {"prompts", "confidence"} <= set(config.stages) and config.drafter.confidence_head:
+        _require(data.min_held_out > 0 or data.held_out_fraction > 0, "data.min_held_out", data.min_held_out,
+                 "at least 1 with data.held_out_fraction=0: stage confidence reads held-out prompts")
     _whole("data.max_length", data.max_length, 2)
     _whole("data.num_workers", data.num_workers, 0)
     _choice("responses.backend", responses.backend, ("in_process", "server"))
@@ -204,6 +224,8 @@ def _trainer(config: Config) -> None:
         _within(f"optimizer.{name}", getattr(optimizer, name), 0.0, 1.0)
     _within("optimizer.max_grad_norm", optimizer.max_grad_norm, 0.0, math.inf, open_low=True)
     _require(config.engine.zero_stage in (0, 1, 2, 3), "engine.zero_stage", config.engine.zero_stage, "0, 1, 2 or 3")
+    refuse_owned(config.engine.deepspeed)
+    _within("tracking.timeout_seconds", config.tracking.timeout_seconds, 0.0, math.inf, open_low=True)
     _choice("tracking.mode", config.tracking.mode, ("auto", "online", "offline", "disabled"))
 
 
@@ -223,13 +245,26 @@ def _later_stages(config: Config) -> None:
         _require(bool(values), f"profile.{name}", values, "a non-empty list")
         for value in values:
             _whole(f"profile.{name}", value, least)
-    gamma = draft_length(config.drafter)
-    if "profile" in config.stages:
-        _require(max(profile.verify_lengths) <= gamma, "profile.verify_lengths", list(profile.verify_lengths),
-                 f"at most the {gamma} draft tokens of drafter.block_size={config.drafter.block_size}")
     _wholes("profile", profile, ("samples_per_cell", "max_batch_tokens"), 1)
+    lengths = {1 + min(length, draft_length(config.drafter)) for length in profile.verify_lengths}
+    fitting = {(requests, length) for requests in profile.num_reqs for length in lengths
+               if requests * length <= profile.max_batch_tokens}
+    if "profile" in config.stages:
+        _require(len(fitting) * len(set(profile.kv_lengths)) > 1, "profile.max_batch_tokens", profile.max_batch_tokens,
+                 "large enough for two cells of profile.num_reqs x profile.verify_lengths")
     _whole("profile.warmup", profile.warmup, 0)
     _within("profile.seconds_limit", profile.seconds_limit, 0.0, math.inf)
+    if "evaluate" in config.stages:
+        for name in ("benchmarks", "temperatures", "modes"):
+            values = list(getattr(evaluate, name))
+            _require(bool(values), f"evaluate.{name}", values, "a non-empty list, or stages without evaluate")
+    names = [benchmark.name for benchmark in evaluate.benchmarks]
+    for key, values in (("benchmarks[].name", names), ("temperatures", list(evaluate.temperatures)),
+                        ("modes", list(evaluate.modes))):
+        _require(len(set(values)) == len(values), f"evaluate.{key}", values, "without repetition")
+    for index, benchmark in enumerate(evaluate.benchmarks):
+        if benchmark.limit is not None:
+            _whole(f"evaluate.benchmarks[{index}].limit", benchmark.limit, 1)
     for value in evaluate.temperatures:
         _within("evaluate.temperatures", value, 0.0, math.inf)
     for mode in evaluate.modes:
@@ -244,6 +279,8 @@ def _export(config: Config) -> None:
     for name in formats:
         _choice("export.formats", name, FORMATS)
     _choice("export.dtype", config.export.dtype, DTYPES)
+    _require(bool(re.fullmatch(r"latest|step-\d+", config.export.checkpoint)), "export.checkpoint",
+             config.export.checkpoint, "latest or step-N")
     if "zlab_dflash" in formats and (config.drafter.algorithm != "dflash" or config.drafter.sample_from_anchor):
         raise ConfigError("export.formats has zlab_dflash, which can only hold a 1+N DFlash drafter "
                           "(drafter.algorithm=dflash drafter.sample_from_anchor=false). Remove it from export.formats.")

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
 from deepspec import distributed
-from deepspec.artifacts import atomic_write_json, canonical_hash, environment, sha256_file
+from deepspec.artifacts import MANIFEST, atomic_write_json, canonical_hash, environment, is_complete, sha256_file
 from deepspec.config.paths import (
     features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir,
 )
 from deepspec.config.schema import STAGES, Config
 from deepspec.errors import InputRefused
+from deepspec.profiling.files import hardware
+from deepspec.training.identity import start_hash
 
 log = logging.getLogger(__name__)
 RUN_MANIFEST = "manifest.json"
@@ -53,7 +55,9 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     trainer = {key: values["trainer"][key] for key in (
         "epochs", "max_steps", "global_batch_size", "micro_batch_size", "num_anchors", "precision")}
     training = {
-        "features": features_key(config), "drafter": values["drafter"], "trainer": trainer, "seed": config.run.seed,
+        "features": features_key(config), "mask_token_id": config.target.mask_token_id, "trainer": trainer,
+        "target_files": _target_files(config),
+        "drafter": values["drafter"] | {"init_from": start_hash(config.drafter.init_from)}, "seed": config.run.seed,
         "objective": {
             key: value for key, value in values["objective"].items() if key not in ("implementation", "chunk_megabytes")
         },
@@ -62,12 +66,29 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
         "train": training, "confidence": {"confidence": values["confidence"], "calibration": values["calibration"]},
-        "calibrate": values["calibration"], "profile": values["profile"], "evaluate": values["evaluate"],
+        "calibrate": values["calibration"], "profile": values["profile"] | {"hardware": hardware()},
+        "evaluate": values["evaluate"] | {"files": _benchmark_files(config)},
         "export": values["export"], "report": {"runs": config.runs},
     }
+    if config.export.checkpoint != "latest" and stage in _OF_ONE_CHECKPOINT:
+        keys[stage] = keys[stage] | {"checkpoint": config.export.checkpoint}
     return keys[stage]
 
 
+def _target_files(config: Config) -> list[tuple[str, int, int]]:
+    """Size and time of the files of a target in a local folder: a hint to look, what counts is its fingerprint."""
+    if config.target.source != "hf" or not config.target.path:
+        return []
+    found = [(path.name, path.stat()) for path in sorted(Path(config.target.path).expanduser().glob("*.*"))]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found if name.endswith((".safetensors", ".json"))]
+
+
+def _benchmark_files(config: Config) -> list[str]:
+    paths = [Path(benchmark.path).expanduser() for benchmark in config.evaluate.benchmarks]
+    return [sha256_file(path) for path in paths if path.is_file()]
+
+
+_OF_ONE_CHECKPOINT = ("confidence", "calibrate", "profile", "evaluate", "export")
 _NEEDS = {
     "prompts": (), "responses": ("prompts",), "features": ("responses",), "train": ("responses", "features"),
     "confidence": ("train", "responses"), "calibrate": ("train", "confidence"), "profile": ("train",),
@@ -103,10 +124,14 @@ def up_to_date(config: Config, stage: str) -> bool:
     """Whether the stage finished with these very inputs and options and its output is still what it wrote."""
     if stage == "prompts" and any(source.kind in ("jsonl", "parquet") for source in config.data.sources):
         return False  # the stage itself compares the files' contents
+    if stage == "report" and config.runs:
+        return False  # what the other runs hold now is not looked up here
     record = read_run(run_dir(config))["stages"].get(stage)
     if not record or record["status"] != "complete" or record["fingerprint"] != fingerprint(config, stage):
         return False
-    return record["outputs"] == output_hashes(config, stage) and all(path.is_file() for path in outputs(config, stage))
+    found = outputs(config, stage)
+    whole = all(is_complete(path.parent) if path.name == MANIFEST else path.is_file() for path in found)
+    return whole and record["outputs"] == output_hashes(config, stage)
 
 
 def _record(config: Config, stage: str, **values: Any) -> None:

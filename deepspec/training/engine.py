@@ -10,24 +10,12 @@ import torch
 from torch import nn
 
 from deepspec import distributed
+from deepspec.config.owned import refuse_owned
 from deepspec.config.schema import EngineConfig, OptimizerConfig, TrainerConfig
 from deepspec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Keys that other options decide; a second source would make one of the two a lie.
-_OWNED = {
-    "train_batch_size": "trainer.global_batch_size",
-    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
-    "gradient_accumulation_steps": "trainer.global_batch_size and trainer.micro_batch_size",
-    "optimizer": "optimizer.*",
-    "scheduler": "optimizer.warmup_ratio and optimizer.min_lr_ratio",
-    "gradient_clipping": "optimizer.max_grad_norm",
-    "bf16": "trainer.precision", "bfloat16": "trainer.precision", "fp16": "trainer.precision",
-    "data_types": "trainer.precision",
-    "zero_optimization.stage": "engine.zero_stage",
-    "wandb": "tracking.*", "tensorboard": "tracking.*", "csv_monitor": "tracking.*", "comet": "tracking.*",
-}
 _HEAD_PREFIXES = ("markov_head", "sequential", "rnn_head")
 _CONFIDENCE_PREFIXES = ("confidence",)
 
@@ -101,17 +89,8 @@ def build_config(trainer: TrainerConfig, optimizer: OptimizerConfig, engine: Eng
     }
     if trainer.precision == "bf16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    for key, option in _OWNED.items():
-        if _contains(engine.deepspeed, key):
-            raise ConfigError(f"engine.deepspeed.{key} is decided by {option}. Remove it and set that instead.")
+    refuse_owned(engine.deepspeed)
     return _merge(config, engine.deepspeed)
-
-
-def _contains(tree: Mapping[str, Any], path: str) -> bool:
-    head, _, rest = path.partition(".")
-    if head not in tree:
-        return False
-    return not rest or (isinstance(tree[head], Mapping) and _contains(tree[head], rest))
 
 
 def _merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:

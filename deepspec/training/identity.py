@@ -2,14 +2,17 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Optional
 
+from deepspec.artifacts import canonical_hash, sha256_file
 from deepspec.config.schema import Config
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import InputRefused
 
 # How the loss is computed, not what it is.
 _NOT_MEANING = {"implementation", "chunk_megabytes"}
+# Not in the oldest checkpoints, which are taken at their word.
+_LATER = {"start.warm_start", "start.init_from"}
 
 
 def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str) -> dict[str, Any]:
@@ -20,10 +23,18 @@ def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str)
     objective = {key: value for key, value in asdict(config.objective).items() if key not in _NOT_MEANING}
     trainer = {key: getattr(config.trainer, key) for key in ("global_batch_size", "num_anchors", "precision")}
     values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": config.run.seed}
+    values |= {"start.warm_start": config.drafter.warm_start, "start.init_from": start_hash(config.drafter.init_from)}
     for prefix, part in (("drafter", asdict(shape)), ("objective", objective), ("trainer", trainer),
                          ("optimizer", asdict(config.optimizer))):
         values |= {f"{prefix}.{key}": _plain(value) for key, value in part.items()}
     return values
+
+
+def start_hash(folder: Optional[str]) -> Optional[str]:
+    """The weights in ``drafter.init_from`` by their content; None without that folder."""
+    if folder is None:
+        return None
+    return canonical_hash([sha256_file(path) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
 def _plain(value: Any) -> Any:
@@ -36,7 +47,7 @@ def require_same(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoin
     """Raises InputRefused naming every key whose value differs, with both values."""
     different = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {current.get(key)!r} now"
-        for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+        for key in sorted(saved.keys() | current.keys() - (_LATER - saved.keys())) if saved.get(key) != current.get(key)
     ]
     if different:
         raise InputRefused(

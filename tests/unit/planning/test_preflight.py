@@ -59,6 +59,14 @@ def test_online_training_needs_no_features(config: Config) -> None:
     preflight(config, ["train"])
 
 
+@pytest.mark.parametrize("key", ["dir", "data_root"])
+def test_places_below_a_file(config: Config, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    setattr(config.run, key, f"{tmp_path}/file/below")
+    with pytest.raises(InputRefused, match=f"run.{key}=.*file is a file, not a folder"):
+        preflight(config, list(config.stages))
+
+
 def test_report_without_a_run(config: Config) -> None:
     with pytest.raises(InputRefused, match="nothing to report on"):
         preflight(config, ["report"])

@@ -5,7 +5,7 @@ from typing import Any, Callable
 import pytest
 
 from deepspec.config.compose import CONF_DIR
-from deepspec.config.schema import Config
+from deepspec.config.schema import BenchmarkConfig, Config, SourceConfig
 from deepspec.errors import ConfigError
 from deepspec.planning.validate import validate
 
@@ -41,7 +41,20 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("optimizer.warmup_ratio", 1.5, "at most 1"), ("engine.zero_stage", 4, "0, 1, 2 or 3"),
     ("tracking.mode", "on", "auto, online, offline, disabled"), ("confidence.refit_fraction", 1.0, "below 1"),
     ("calibration.fit_fraction", 0.0, "above 0"), ("calibration.grid_max", 0.05, "above 0.1"),
-    ("profile.verify_lengths", [0, 99], "draft tokens of drafter.block_size"), ("profile.num_reqs", [], "non-empty"),
+    ("profile.verify_lengths", [-1], "at least 0"), ("profile.num_reqs", [], "non-empty"),
+    ("stages", [], "some of prompts"), ("run.name", "..", "folder of its own"), ("run.name", "a/../../b", "of its own"),
+    ("run.dir", "", "a folder"), ("run.dir", "~/r", "written out"), ("run.data_root", "", "a folder"),
+    ("target.revision", "abc", "Remove target.rev"),
+    ("data.sources", [SourceConfig("files", "jsonl")], "data.sources.0.path=PATH"),
+    ("data.sources", [SourceConfig("math", "embedded", "math", cap=0)], "at least 1"),
+    ("engine.deepspeed", {"train_batch_size": 3}, "decided by trainer.global_batch_size"),
+    ("tracking.timeout_seconds", 0.0, "above 0"), ("evaluate.benchmarks", [], "non-empty"),
+    ("evaluate.benchmarks", [BenchmarkConfig("a", "held_out", limit=0)], "at least 1"),
+    ("evaluate.temperatures", [], "non-empty"), ("evaluate.modes", [], "non-empty"),
+    ("evaluate.benchmarks", [BenchmarkConfig("a", "b.jsonl"), BenchmarkConfig("a", "c.jsonl")], "without repetition"),
+    ("evaluate.temperatures", [1.0, 1.0], "without repetition"), ("evaluate.modes", ["none", "none"], "without rep"),
+    ("profile.max_batch_tokens", 1, "large enough for two cells"),
+    ("export.checkpoint", "last", "latest or step-N"),
     ("evaluate.modes", ["fix"], "evaluate.modes='fix'"), ("evaluate.temperatures", [-1.0], "at least 0"),
     ("export.formats", ["spectulators"], "Did you mean 'speculators'"), ("export.formats", [], "some of"),
     ("export.formats", ["zlab_dflash"], "1\\+N DFlash"), ("export.dtype", "float16", "bfloat16, float32"),
@@ -69,4 +82,20 @@ def test_global_batch_divides_over_ranks(composed: Callable[..., Config], monkey
 def test_no_head_is_a_one_line_ablation(composed: Callable[..., Config]) -> None:
     config = composed("+experiment=tiny")
     config.drafter.head = "none"
+    validate(config)
+
+
+@pytest.mark.parametrize("overrides", [
+    ("+experiment=smollm2_135m", "budget=1h"), ("+experiment=tiny", "drafter.block_size=2"),
+    ("+experiment=tiny", "drafter.sample_from_anchor=false"), ("+experiment=qwen3_8b", "drafter.block_size=5"),
+])
+def test_a_grid_for_longer_blocks_is_no_obstacle(composed: Callable[..., Config], overrides: tuple[str, ...]) -> None:
+    validate(composed(*overrides))
+
+
+def test_confidence_needs_held_out_prompts(composed: Callable[..., Config]) -> None:
+    config = composed("+experiment=tiny", "data.min_held_out=0", "data.held_out_fraction=0")
+    with pytest.raises(ConfigError, match="data.min_held_out=0.*reads held-out prompts"):
+        validate(config)
+    config.stages = ["prompts", "responses", "features", "train"]
     validate(config)

@@ -1,0 +1,98 @@
+"""A stage is up to date only while all that decides its result is unchanged."""
+
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from deepspec import artifacts
+from deepspec.config.compose import compose_config
+from deepspec.config.schema import BenchmarkConfig, Config
+from deepspec.errors import InputRefused
+from deepspec.stages import pipeline
+from deepspec.training.identity import require_same, start_hash
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return compose_config(["+experiment=tiny", f"run.dir={tmp_path}/run", f"run.data_root={tmp_path}/data"])
+
+
+def set_mask_token(config: Config) -> None:
+    config.target.mask_token_id = 5
+
+
+def set_checkpoint(config: Config) -> None:
+    config.export.checkpoint = "step-50"
+
+
+@pytest.mark.parametrize("change, stages", [
+    (set_mask_token, ("train",)), (set_checkpoint, ("confidence", "calibrate", "profile", "evaluate", "export")),
+])
+def test_options_that_decide_a_stage(config: Config, change: Callable[[Config], None], stages: tuple[str, ...]) -> None:
+    before = {stage: pipeline.fingerprint(config, stage) for stage in stages}
+    change(config)
+    assert all(pipeline.fingerprint(config, stage) != before[stage] for stage in stages)
+
+
+def test_an_edited_benchmark_is_evaluated_again(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    config.evaluate.benchmarks = [BenchmarkConfig("b", str(path))]
+    before = pipeline.fingerprint(config, "evaluate")
+    assert pipeline.fingerprint(config, "evaluate") == before
+    path.write_text('{"prompt": "b"}\n')
+    assert pipeline.fingerprint(config, "evaluate") != before
+
+
+def test_an_edited_chat_template_is_another_target_and_a_moved_one_is_not(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "a.jinja"
+    path.write_text("one")
+    config.target.chat_template = str(path)
+    before = pipeline.responses_dir(config)
+    path.write_text("two")
+    assert pipeline.responses_dir(config) != before
+    moved = tmp_path / "b.jinja"
+    moved.write_text("one")
+    config.target.chat_template = str(moved)
+    assert pipeline.responses_dir(config) == before
+
+
+def test_other_first_weights_are_another_training(config: Config, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    config.drafter.init_from = str(tmp_path)
+    before, first = pipeline.fingerprint(config, "train"), start_hash(str(tmp_path))
+    weights.write_bytes(b"two")
+    assert pipeline.fingerprint(config, "train") != before
+    assert start_hash(str(tmp_path)) != first and start_hash(None) is None
+
+
+def test_a_stage_whose_file_is_gone_runs_again(config: Config) -> None:
+    directory = pipeline.run_dir(config) / "export"
+    manifest = artifacts.begin(directory, "export", "f")
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    artifacts.complete(directory, manifest, ["config.json", "model.safetensors"])
+    artifacts.atomic_write_json(pipeline.run_dir(config) / pipeline.RUN_MANIFEST, {"stages": {"export": {
+        "status": "complete", "fingerprint": pipeline.fingerprint(config, "export"),
+        "outputs": pipeline.output_hashes(config, "export")}}})
+    assert pipeline.up_to_date(config, "export")
+    (directory / "model.safetensors").unlink()
+    assert not pipeline.up_to_date(config, "export")
+
+
+def test_a_target_saved_again_in_its_folder_is_looked_at_again(config: Config, tmp_path: Path) -> None:
+    config.target.source, config.target.path = "hf", str(tmp_path / "target")
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"one")
+    before = pipeline.fingerprint(config, "train")
+    weights.write_bytes(b"other")
+    assert pipeline.fingerprint(config, "train") != before
+
+
+def test_a_finished_run_is_not_taken_for_a_warm_started_one() -> None:
+    with pytest.raises(InputRefused, match="start.warm_start: False in the checkpoint, True now"):
+        require_same({"start.warm_start": False}, {"start.warm_start": True}, Path("step-1"))
+    require_same({}, {"start.warm_start": True}, Path("step-1"))  # written before this was recorded
