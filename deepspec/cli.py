@@ -41,7 +41,7 @@ def main(config_name: str, stages: Optional[Sequence[str]] = None) -> None:
     except UserError as error:
         _exit(error, all_ranks=False)
     register_schema()
-    sys.argv = [sys.argv[0], *flags, *overrides]
+    sys.argv = [sys.argv[0], *flags, *overrides, f"hydra.job.name={config_name}"]  # the log is named by it
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
     def task(composed: DictConfig) -> None:
