@@ -216,7 +216,7 @@ def test_answers_from_a_server_reach_the_same_store(config: Config) -> None:
     prompts.run(config)
     config.responses.error_limit = 0.02
     with FakeServer(lambda body: {"status": 400} if "fox 3" in last_user(body) else reply("the quick dog")) as server:
-        config.responses = replace(config.responses, backend="server", servers=[server.url], retries=0)
+        config.responses = replace(config.responses, backend="server", servers=[server.url], retries=3)
         with pytest.raises(UserError, match="1 failed.*Failures are 7.1%.*errors.jsonl"):
             responses.run(config)
         assert not artifacts.is_complete(paths.responses_dir(config))
