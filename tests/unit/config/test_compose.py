@@ -68,6 +68,7 @@ def test_dflash_is_one_choice() -> None:
     ("~optimizer.lr", "removed"),
     ("run.name=out/step=100,loss=1.2", "quoted"),
     ("experiment=tiny", "+experiment=tiny"),
+    ("engine.deepspeed.zero_optimization.reduce_bucket_size=1", "+engine.deepspeed"),
     ("trainer={epochz: 3}", "epochs"),
 ])
 def test_mistakes_name_the_key_and_the_way_out(override: str, expected: str) -> None:
