@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from deepspec.artifacts import atomic_write_json
 from deepspec.config.compose import (
-    CONF_DIR, adapt_argv, compose_config, is_help, parse_overrides, quiet_third_party, register_schema, split_argv,
-    to_config,
+    CONF_DIR, adapt_argv, compose_checked, compose_config, is_help, parse_overrides, quiet_third_party,
+    register_schema, split_argv, to_config,
 )
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, UserError
@@ -55,7 +55,7 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]]) -> tuple[list[st
     overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
     overrides = with_stored_overrides(overrides)
     if is_help(flags):
-        compose_config(overrides, config_name, check=False)
+        compose_checked(overrides, config_name)
         return flags, overrides
     config = compose_config(overrides, config_name)
     chosen = chosen_stages(config, stages)
@@ -65,6 +65,7 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]]) -> tuple[list[st
 
     validate(config)
     if config.plan:
+        config.stages = list(chosen)
         if os.environ.get("RANK", "0") == "0":
             sys.stdout.write(render(make_plan(config)) + "\n")
         raise SystemExit(0)

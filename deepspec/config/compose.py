@@ -23,8 +23,10 @@ from deepspec.errors import ConfigError
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 _HYDRA_FLAGS_WITH_VALUE = (
     "--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--info",
-    "-i", "--experimental-rerun", "--shell-completion", "-sc",
+    "-i", "--experimental-rerun",
 )
+_HYDRA_FLAGS = (*_HYDRA_FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
+                "--shell-completion", "-sc")
 
 
 def register_schema() -> None:
@@ -53,13 +55,23 @@ def adapt_argv(argv: list[str], environ: Mapping[str, str]) -> list[str]:
     return argv
 
 
+def _without_dashes(argument: str) -> str:
+    key, separator, value = argument.lstrip("-").partition("=")
+    if key == "plan":
+        return ": plan=true"
+    return f": {key}={value}" if separator and key else ""
+
+
 def split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Overrides and Hydra's own flags (with their values), in order."""
+    """Overrides and Hydra's own flags (with their values), in order. Raises ConfigError for any other flag."""
     overrides: list[str] = []
     flags: list[str] = []
     takes_value = False
     for argument in argv:
         if takes_value or argument.startswith("-"):
+            if not takes_value and argument.split("=")[0] not in _HYDRA_FLAGS:
+                raise ConfigError(f"{argument} is not an option here. Options are written key=value, without dashes"
+                                  f"{_without_dashes(argument)}.")
             flags.append(argument)
             takes_value = not takes_value and argument in _HYDRA_FLAGS_WITH_VALUE
         else:
@@ -67,32 +79,36 @@ def split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     return overrides, flags
 
 
-def compose_config(overrides: list[str], config_name: str = "train_drafter", *, check: bool = True) -> Config:
-    """The configuration that ``overrides`` give. Raises ConfigError for anything unknown, misspelt or of a wrong type.
+def compose_config(overrides: list[str], config_name: str = "train_drafter") -> Config:
+    """The configuration ``overrides`` give. Raises ConfigError for anything unknown, misspelt or of a wrong type."""
+    try:
+        return to_config(compose_checked(overrides, config_name))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from None
 
-    With ``check`` false, ``???`` values are allowed (to look at a configuration that is not complete yet).
-    """
+
+def compose_checked(overrides: list[str], config_name: str) -> DictConfig:
+    """The same before it is resolved: it may still lack values, to be looked at with ``--cfg job`` or ``--help``."""
     register_schema()
     for override in parse_overrides(overrides):
         _check_override(override)
     try:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            composed = compose(config_name, overrides=overrides)
-        return to_config(composed, check=check)
+            return compose(config_name, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from None
     except YAMLError as error:
         raise ConfigError(f"A configuration file is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
-def to_config(composed: DictConfig, *, check: bool = True) -> Config:
-    """The dataclass of a composed configuration, every interpolation resolved."""
+def to_config(composed: DictConfig) -> Config:
+    """The dataclass of a composed configuration, interpolations resolved. Raises ConfigError for missing values."""
     plain = OmegaConf.masked_copy(composed, [field.name for field in fields(Config)])
-    if check and OmegaConf.is_missing(plain.run, "name"):
+    if OmegaConf.is_missing(plain.run, "name"):
         choices = ", ".join(f"+experiment={name}" for name in options("experiment"))
         raise ConfigError(f"No experiment was chosen. Add one of: {choices}.")
-    missing = sorted(OmegaConf.missing_keys(plain)) if check else []
+    missing = sorted(OmegaConf.missing_keys(plain))
     if missing:
         raise ConfigError(f"{missing[0]} has no value (it is ???). Give one on the command line: {missing[0]}=VALUE")
     merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(plain, resolve=True))

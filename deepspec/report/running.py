@@ -12,7 +12,7 @@ from deepspec.report.page import Section, figure, figures, missing, table
 from deepspec.report.svg import Row, Series, Value, line_chart, row_chart
 
 _POINTS = 300  # of a curve; more are averaged in groups
-_SECRET = re.compile(r"(^|_)(api_?key|password|secret|auth|token|access_key|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(api_?key|password|secret|auth|(?<!seconds_per_)token|access_key|credentials?)$", re.IGNORECASE)
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str, label: str) -> Series:
@@ -119,7 +119,8 @@ def stages(files: RunFiles) -> Section:
     if not done:
         return Section("stages", "Stages", lead, missing("No stage has been recorded yet.", files.command("train")))
     rows = [[name, done[name].get("status"), done[name].get("seconds"), str(done[name].get("fingerprint") or "")[:12]]
-            for name in (*STAGES, *sorted(set(done) - set(STAGES))) if isinstance(done.get(name), dict)]
+            for name in (*STAGES, *sorted(set(done) - set(STAGES)))
+            if isinstance(done.get(name), dict) and name != "report"]  # this page is being made by it
     total = sum(row[2] for row in rows if is_number(row[2]))
     return Section("stages", "Stages", lead, table(["stage", "status", "seconds", "fingerprint"], rows,
                                                    f"{total / 60:.1f} minutes in all."))

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from deepspec.config import compose
-from deepspec.config.compose import CONF_DIR, adapt_argv, compose_config, known_keys, options, split_argv
+from deepspec.config.compose import (
+    CONF_DIR, adapt_argv, compose_checked, compose_config, known_keys, options, split_argv,
+)
 from deepspec.errors import ConfigError
 
 PRIMARIES = sorted(path.stem for path in CONF_DIR.glob("*.yaml") if path.stem != "base")
@@ -130,3 +132,14 @@ def test_flags_and_overrides_are_told_apart() -> None:
 def test_known_keys_cover_sections_and_leaves() -> None:
     keys = set(known_keys())
     assert {"drafter", "drafter.block_size", "target.shape.hidden_size", "plan"} <= keys
+
+
+@pytest.mark.parametrize("flag, way_out", [("--plan", "plan=true"), ("--features=online", "features=online"),
+                                           ("--zero_stage", "key=value")])
+def test_flags_of_other_programs_are_refused(flag: str, way_out: str) -> None:
+    with pytest.raises(ConfigError, match=way_out):
+        split_argv([flag, "+experiment=tiny"])
+
+
+def test_a_configuration_without_an_experiment_can_be_looked_at() -> None:
+    assert compose_checked([], "train_drafter").drafter.block_size == 7
