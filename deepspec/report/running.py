@@ -12,7 +12,9 @@ from deepspec.report.page import Section, figure, figures, missing, table
 from deepspec.report.svg import Row, Series, Value, line_chart, row_chart
 
 _POINTS = 300  # of a curve; more are averaged in groups
-_SECRET = re.compile(r"(^|_)(api_?key|password|secret|auth|(?<!seconds_per_)token|access_key|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(api_?key|password|secret|auth|(?<!seconds_per_)token|access_key|credentials?)$",
+    re.IGNORECASE)
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str, label: str) -> Series:
