@@ -1,11 +1,13 @@
 """Every option there is, with its type, unit and default. Hydra checks YAML and command line against these classes.
 
-Library code takes these dataclasses (or a part of one), never an OmegaConf object, so this file imports nothing but
+Library code takes these dataclasses (or a part of one), never an OmegaConf object, so these files import nothing but
 the standard library. ``MISSING`` ("???") marks what a target or experiment file must give.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from deepspec.config.schema_training import EngineConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 MISSING: Any = "???"
 
@@ -67,21 +69,9 @@ class DrafterConfig:
     confidence_head: bool = True
     confidence_with_markov: bool = True  # Eq. 7 reads [h_k ; W_1[x_{k-1}]]; false reads h_k alone
     intermediate_size: Optional[int] = None  # null: the target's
+    sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; null: all of them
     warm_start: bool = False  # copy the target's last layers into the drafter's, and select the last feature in W_c
     init_from: Optional[str] = None  # folder of an exported drafter in DeepSpec layout to continue from
-
-
-@dataclass
-class ObjectiveConfig:
-    """Weights of Eq. 12 and how the loss is computed."""
-
-    ce_weight: float = 0.1
-    tv_weight: float = 0.9
-    confidence_weight: float = 1.0
-    decay: Optional[float] = 4.0  # w_k = exp(-(k-1)/decay), in slots; null: the block size
-    confidence_detach: bool = False  # true: the confidence loss does not reach the backbone
-    implementation: str = "auto"  # auto | eager | chunked
-    chunk_megabytes: int = 256  # memory budget of one chunk of logits
 
 
 @dataclass
@@ -138,49 +128,6 @@ class FeaturesConfig:
     codec: str = "bf16"  # bf16 | int8 (per-token scales) | fp32
     token_budget: int = 8192  # tokens per forward
     shard_megabytes: int = 512
-
-
-@dataclass
-class TrainerConfig:
-    """The training loop."""
-
-    epochs: int = 10
-    max_steps: Optional[int] = None  # optimizer steps; null: epochs decide
-    global_batch_size: int = 512  # samples per optimizer step, over all ranks and accumulation
-    micro_batch_size: int = 1  # samples packed into one forward of one rank
-    num_anchors: int = 512  # per sample
-    precision: str = "bf16"  # bf16 (fp32 masters) | fp32
-    log_every: int = 1
-    save_every: int = 500
-    keep_last: int = 2
-    validate_every: int = 0  # 0 = only at the end
-    validation_samples: int = 64
-    max_bad_steps: int = 5  # consecutive non-finite steps before the run stops
-    resume: str = "auto"  # auto | never | folder of a checkpoint
-    activation_checkpointing: bool = False
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW with linear warm-up and cosine to ``min_lr_ratio``."""
-
-    lr: float = 6e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_ratio: float = 0.04
-    min_lr_ratio: float = 0.0
-    max_grad_norm: float = 1.0
-    head_lr_multiplier: float = 1.0
-    confidence_lr_multiplier: float = 1.0
-
-
-@dataclass
-class EngineConfig:
-    """DeepSpeed. ``deepspeed`` is merged verbatim into its configuration (offload options and the like)."""
-
-    zero_stage: int = 0
-    deepspeed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -267,7 +214,8 @@ class ExportConfig:
     formats: list[str] = field(default_factory=lambda: ["deepspec"])
     dtype: str = "bfloat16"  # bfloat16 | float32
     verify: bool = True
-    checkpoint: str = "latest"  # latest | step-N
+    checkpoint: str = "latest"  # latest | best | step-N; also what the stages after training read
+    weights: str = "trained"  # trained | ema (needs trainer.ema_decay)
 
 
 @dataclass

@@ -35,6 +35,7 @@ class DrafterShape:
     target_model_type: str
     final_logit_softcap: Optional[float] = None
     embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt of the width)
+    sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; None: all
 
     @property
     def draft_length(self) -> int:

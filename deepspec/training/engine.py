@@ -110,7 +110,7 @@ def parameter_groups(drafter: nn.Module, options: OptimizerConfig) -> list[dict[
     for name, parameter in drafter.named_parameters():
         if not parameter.requires_grad:
             continue
-        multiplier = 1.0
+        multiplier = options.backbone_lr_multiplier
         if name.startswith(_CONFIDENCE_PREFIXES):
             multiplier = options.confidence_lr_multiplier
         elif name.startswith(_HEAD_PREFIXES):

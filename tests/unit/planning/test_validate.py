@@ -54,7 +54,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("evaluate.benchmarks", [BenchmarkConfig("a", "b.jsonl"), BenchmarkConfig("a", "c.jsonl")], "without repetition"),
     ("evaluate.temperatures", [1.0, 1.0], "without repetition"), ("evaluate.modes", ["none", "none"], "without rep"),
     ("profile.max_batch_tokens", 1, "large enough for two cells"),
-    ("export.checkpoint", "last", "latest or step-N"),
+    ("export.checkpoint", "last", "latest, best or step-N"),
     ("evaluate.modes", ["fix"], "evaluate.modes='fix'"), ("evaluate.temperatures", [-1.0], "at least 0"),
     ("export.formats", ["spectulators"], "Did you mean 'speculators'"), ("export.formats", [], "some of"),
     ("export.formats", ["zlab_dflash"], "1\\+N DFlash"), ("export.dtype", "float16", "bfloat16, float32"),

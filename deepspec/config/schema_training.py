@@ -1,0 +1,72 @@
+"""Options of training: objective, loop, optimizer, engine. See schema.py."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+@dataclass
+class ObjectiveConfig:
+    """Weights of Eq. 12 and how the loss is computed."""
+
+    ce_weight: float = 0.1
+    tv_weight: float = 0.9
+    confidence_weight: float = 1.0
+    decay: Optional[float] = 4.0  # w_k = exp(-(k-1)/decay), in slots; null: the block size
+    confidence_detach: bool = False  # true: the confidence loss does not reach the backbone
+    implementation: str = "auto"  # auto (triton on CUDA, else chunked) | eager | chunked | triton
+    chunk_megabytes: int = 256  # memory budget of one chunk of logits
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    epochs: int = 10
+    max_steps: Optional[int] = None  # optimizer steps; null: epochs decide
+    global_batch_size: int = 512  # samples per optimizer step, over all ranks and accumulation
+    micro_batch_size: int = 1  # samples packed into one forward of one rank; unused with pack_tokens
+    num_anchors: int = 512  # per sample
+    pack_tokens: Optional[int] = None  # tokens of a pack; null: micro_batch_size samples make one
+    pack_anchors: Optional[int] = None  # blocks of a pack, with pack_tokens; null: no limit
+    pad_packs: bool = False  # fill packs to their capacity with weight 0, so that shapes never change
+    precision: str = "bf16"  # bf16 (fp32 masters) | fp32
+    log_every: int = 1
+    save_every: int = 500
+    keep_last: int = 2
+    keep_best: bool = True  # also keep the checkpoint with the best held-out acceptance, named by ``best``
+    async_save: bool = True  # write checkpoints in a thread while training goes on
+    ema_decay: Optional[float] = None  # per-step decay of an exponential moving average of the weights; null: none
+    validate_every: int = 0  # 0 = only at the end
+    validation_samples: int = 64
+    decode_every: int = 0  # also decode held-out prompts for real every so many steps; 0 = never
+    decode_prompts: int = 8
+    decode_tokens: int = 32  # of each answer
+    max_bad_steps: int = 5  # consecutive non-finite steps before the run stops
+    resume: str = "auto"  # auto | never | folder of a checkpoint
+    activation_checkpointing: bool = False
+    attention: str = "auto"  # auto (flex on CUDA, else chunked) | chunked | flex
+    compile: bool = False  # torch.compile of the drafter's layers
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine to ``min_lr_ratio``."""
+
+    lr: float = 6e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    min_lr_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+    backbone_lr_multiplier: float = 1.0
+    head_lr_multiplier: float = 1.0
+    confidence_lr_multiplier: float = 1.0
+
+
+@dataclass
+class EngineConfig:
+    """DeepSpeed. ``deepspeed`` is merged verbatim into its configuration (offload options and the like)."""
+
+    zero_stage: int = 0
+    deepspeed: dict[str, Any] = field(default_factory=dict)
