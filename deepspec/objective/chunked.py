@@ -132,8 +132,12 @@ def _add_rows(table: Tensor, index: Tensor, rows: Tensor, scale: Optional[Tensor
         torch.add(table[other], one, alpha=factor, out=result)
 
 
-class _Pass:
-    """One run over the chunks: buffers, results and gradients."""
+class ChunkedPass:
+    """One run over the chunks: buffers, results and gradients.
+
+    Another implementation of what happens to the logits of a chunk (triton_losses.py) overrides ``scratch_rows``,
+    ``cap``, ``targets`` and ``elementwise``.
+    """
 
     def __init__(self, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs):
         self.hidden, self.transitions, self.factor, self.inputs = hidden, transitions, factor, inputs
@@ -164,19 +168,18 @@ class _Pass:
         if not parts:
             return
         workspace = self._buffer(max(sum(part) for part in parts))
-        tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * workspace.element_size())
-        scratch = self._buffer(min(max(part[0] for part in parts), max(1, tile)))
+        scratch = self._buffer(self.scratch_rows(max(part[0] for part in parts)))
         for (slots, rows, groups), part in zip(self.chunks, parts, strict=True):
             draft, target, bias, slope = workspace[:sum(part)].split(part)
             self._logits(slots, rows, groups, workspace[:part[0] + part[1]], target, bias, slope)
-            self._elementwise(slots, draft, target, bias, scratch)
+            self.elementwise(slots, draft, target, bias, scratch)
             if self.inputs.differentiate:
                 self._gradients(slots, groups, draft, bias, slope)
 
     def _logits(
         self, slots: slice, rows: slice, groups: slice, both: Tensor, target: Tensor, bias: Tensor, slope: Tensor,
     ) -> None:
-        """Base logits of the drafter and, behind them in ``both``, minus the target's probabilities.
+        """Base logits of the drafter and, behind them in ``both``, what ``targets`` makes of the target's.
 
         ``bias`` gets the bias of each distinct token, ``slope`` the softcap's derivative.
         """
@@ -184,18 +187,31 @@ class _Pass:
         drafter_rows, target_rows = self.hidden[plan.slots[slots]], inputs.last_hidden[plan.rows[rows]]
         _project(torch.cat((drafter_rows.to(self.exact), target_rows.to(self.exact))), inputs.lm_head, both)
         if inputs.softcap is not None:
-            both.div_(inputs.softcap).tanh_()
-            if len(slope):
-                torch.square(both[:len(slope)], out=slope).neg_().add_(1.0)
-            both.mul_(inputs.softcap)
-        target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
-        target.div_(target.sum(dim=-1, keepdim=True).neg_())
+            self.cap(both, slope, inputs.softcap)
+        self.targets(target)
         if len(bias):
             _project(self.transitions[groups], self.factor, bias)
         elif self.transitions is not None:
             _project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
 
-    def _elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
+    def scratch_rows(self, most: int) -> int:
+        """Rows of the scratch buffer of ``elementwise``; ``most`` is the largest number of slots in a chunk."""
+        tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * self.ce.element_size())
+        return min(most, max(1, tile))
+
+    def cap(self, logits: Tensor, slope: Tensor, softcap: float) -> None:
+        """Cap ``logits`` in place; ``slope`` [s, V], s may be 0, gets the derivative of the first s rows."""
+        logits.div_(softcap).tanh_()
+        if len(slope):
+            torch.square(logits[:len(slope)], out=slope).neg_().add_(1.0)
+        logits.mul_(softcap)
+
+    def targets(self, target: Tensor) -> None:
+        """Turn the target's logits of a chunk into minus their probabilities, in place."""
+        target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
+        target.div_(target.sum(dim=-1, keepdim=True).neg_())
+
+    def elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
         """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted.
 
         With A the drafter's mass where p > q: ``|p - q|_1 = 2 sum(relu(p - q))`` and ``sum(p * s) = 2 A - 1``. The
@@ -246,8 +262,9 @@ class _SlotLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs,
+        kind: type[ChunkedPass],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = _Pass(hidden, transitions, factor, inputs)
+        work = kind(hidden, transitions, factor, inputs)
         work.run()
         loss = (work.ce.double() * inputs.ce_scales + work.l1.double() * inputs.tv_scales).sum().to(work.exact)
         pairs = zip((work.grad_hidden, work.grad_transitions, work.grad_factor), (hidden, transitions, factor))
@@ -258,15 +275,16 @@ class _SlotLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _ce: Tensor, _l1: Tensor) -> tuple[Optional[Tensor], ...]:
-        return (*(None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors), None)
+        return (*(None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors), None, None)
 
 
 def slot_losses(
     hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs,
+    kind: type[ChunkedPass] = ChunkedPass,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sum(ce_scales * ce + tv_scales * l1)``, differentiable, and ce, l1 [n] of the slots, detached.
 
     hidden [N*K, D] flattened; transitions [P, r] in the plan's group order with factor W_2 [V, r], or both None.
     All results are float32 (float64 for float64 hidden states), whatever the inputs are.
     """
-    return _SlotLoss.apply(hidden, transitions, factor, inputs)
+    return _SlotLoss.apply(hidden, transitions, factor, inputs, kind)

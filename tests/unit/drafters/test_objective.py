@@ -309,13 +309,13 @@ def test_memory_is_bounded_by_the_chunk_not_by_the_anchors(head: str, monkeypatc
     """Peak memory follows the chunk, not the number of anchors."""
     of = shape(head=head, vocab_size=30011, block_size=7)
     taken: list[int] = []
-    plain = chunked._Pass._buffer
+    plain = chunked.ChunkedPass._buffer
 
     def buffer(self: Any, rows: int) -> Tensor:
         taken.append(rows * self.vocab * 4)
         return plain(self, rows)
 
-    monkeypatch.setattr(chunked._Pass, "_buffer", buffer)
+    monkeypatch.setattr(chunked.ChunkedPass, "_buffer", buffer)
     for count in (10, 60):
         taken.clear()
         run(of, case(of, count), "chunked", chunk_megabytes=2)
