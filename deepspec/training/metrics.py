@@ -17,6 +17,7 @@ from deepspec.errors import InputRefused
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+SHARES = ("wait", "forward", "backward", "optimizer")  # parts of a step whose share of its seconds is logged
 
 
 class Sums:
@@ -73,6 +74,8 @@ def tracked(row: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         if key == "peak_memory_bytes":
             values["perf/peak_memory_gib"] = value / 2**30
+        elif key.endswith("_share"):
+            values[f"perf/{key}"] = value
         elif key != "step":
             values[perf.get(key, f"train/{key}")] = value
     return values

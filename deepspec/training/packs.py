@@ -4,9 +4,8 @@ The denominators of the exact weighted mean are sums over the whole window, so t
 backward. They depend on loss masks alone, so no hidden state is held longer than its own micro-step.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Iterator, Optional, Sequence
+from typing import Callable, Iterator, Optional, Sequence
 
 import torch
 
@@ -56,14 +55,23 @@ def never_empty(batch: TrainingBatch, draft_length: int) -> TrainingBatch:
     return replace(batch, blocks=_weightless_block(batch.input_ids[:1], draft_length))
 
 
+def _map_tensors(batch: TrainingBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    blocks = {f.name: change(getattr(batch.blocks, f.name)) for f in fields(batch.blocks)}
+    values = {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return TrainingBatch(**(values | {"blocks": AnchorBlocks(**blocks)}))
+
+
 def to_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
     """``batch`` with every tensor on ``device``."""
     if device.type == "cpu":
         return batch
-    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    blocks = {f.name: getattr(batch.blocks, f.name).to(device, non_blocking=True) for f in fields(batch.blocks)}
-    moved = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in moved.items()}
-    return TrainingBatch(**(moved | {"blocks": AnchorBlocks(**blocks)}))
+    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(batch: TrainingBatch) -> TrainingBatch:
+    """``batch`` with its CPU tensors in page-locked memory, from where a GPU fetches them while it computes."""
+    return _map_tensors(batch, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Packer:
     """Turns windows into packs; anchors are drawn from (seed, epoch, sample id) and nothing else.
 
     ``documents`` are the source's samples without hidden states, in the same order, where they are at hand.
-    ``num_workers`` above 0 loads one pack ahead in a thread; a source is never read by two threads at once.
+    ``num_workers`` is for loading.py: so many packs wait in a thread of its own; 0 makes none ahead.
     """
 
     def __init__(self, source: Source, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig,
@@ -136,16 +144,7 @@ class Packer:
 
     def packs(self, window: Window) -> Iterator[TrainingBatch]:
         """The packs of this rank in order."""
-        if self.num_workers < 1:
-            yield from (self.pack(step, window.epoch) for step in window.steps)
-            return
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs") as pool:
-            ahead: Optional[Future[TrainingBatch]] = None
-            for position, step in enumerate(window.steps):
-                batch = self.pack(step, window.epoch) if ahead is None else ahead.result()
-                following = window.steps[position + 1:position + 2]
-                ahead = pool.submit(self.pack, following[0], window.epoch) if following else None
-                yield batch
+        return (self.pack(step, window.epoch) for step in window.steps)
 
     def largest(self) -> TrainingBatch:
         """The pack of the longest samples: the most memory a micro-step will ask for."""

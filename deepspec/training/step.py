@@ -7,7 +7,7 @@ accumulation count, which ``scale_wrt_gas=False`` turns off: a tail window has f
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Iterable
+from typing import Any, Iterable, Optional
 
 import torch
 
@@ -15,7 +15,9 @@ from deepspec import distributed
 from deepspec.data.batch import TrainingBatch
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators
+from deepspec.training.clock import StepClock
 from deepspec.training.engine import gradient_norm, set_learning_rate, step_was_skipped
+from deepspec.training.loading import LoadedWindow
 from deepspec.training.metrics import Sums
 from deepspec.training.packs import Packer, Window, stand_in, to_device
 from deepspec.training.signals import Requests
@@ -35,43 +37,53 @@ class StepResult:
     skipped: bool
     stop: bool  # some rank was asked to stop
     save: bool
+    seconds: dict[str, float]  # by part (wait, forward, backward, optimizer), of this rank
 
 
 def total_weights(packer: Packer, window: Window) -> Denominators:
     """Denominators of a window: this rank's weights, summed over the ranks."""
-    mine = packer.weights(window)
+    return _over_ranks(packer.weights(window))
+
+
+def _over_ranks(mine: Denominators) -> Denominators:
     return Denominators(*distributed.all_reduce_sum([mine.ce, mine.tv, mine.confidence]))
 
 
-def accumulate(engine: Any, packs: Iterable[TrainingBatch], count: int, denominators: Denominators) -> tuple[
+def accumulate(engine: Any, packs: Iterable[TrainingBatch], count: int, denominators: Denominators,
+               clock: Optional[StepClock] = None) -> tuple[
         Sums, int, list[tuple[tuple[str, ...], torch.Tensor]]]:
     """Forward and backward of ``count`` packs. Returns sums, tokens, and (sample ids, loss) of each pack."""
     sums, tokens, losses = Sums(), 0, []
+    clock = clock or StepClock()
     device, world = distributed.device(), distributed.world_size()
     for position, batch in enumerate(packs):
         # Set before the forward: ZeRO reduces at the boundary's backward only.
         engine.set_gradient_accumulation_boundary(position == count - 1)
         loss, pack_sums = engine(to_device(batch, device), denominators)
+        clock.mark("forward")
         engine.backward(loss * world, scale_wrt_gas=False)
+        clock.mark("backward")
         sums.add(pack_sums)
         losses.append((batch.sample_ids, loss.detach()))
         tokens += len(batch.input_ids) if batch.sample_ids else 0
     return sums, tokens, losses
 
 
-def optimizer_step(engine: Any, packer: Packer, window: Window, rate: float, requests: Requests) -> StepResult:
+def optimizer_step(engine: Any, loaded: LoadedWindow, rate: float, requests: Requests) -> StepResult:
     """Train on one window at learning rate ``rate``; a gradient that is not finite changes nothing on any rank."""
-    denominators = total_weights(packer, window)
+    denominators = _over_ranks(loaded.weights)
     set_learning_rate(engine, rate)
-    sums, tokens, losses = accumulate(engine, packer.packs(window), len(window.steps), denominators)
+    sums, tokens, losses = accumulate(engine, loaded.packs, len(loaded.window.steps), denominators, loaded.clock)
+    loaded.clock.mark("other")
     engine.step()
+    loaded.clock.mark("optimizer")
     skipped = step_was_skipped(engine)
     if skipped:
         _name_bad_samples(losses)
     values, (tokens_all, stop, save) = sums.reduce([tokens, *requests.take()])
     return StepResult(
         sums=values, tokens=int(tokens_all), skipped=skipped, stop=stop > 0, save=save > 0,
-        grad_norm=float("nan") if skipped else gradient_norm(engine),
+        grad_norm=float("nan") if skipped else gradient_norm(engine), seconds=loaded.clock.seconds(),
     )
 
 

@@ -19,8 +19,9 @@ from deepspec.tracking import Tracker
 from deepspec.training import checkpoint, saving, state
 from deepspec.training.engine import effective_stage, initialize
 from deepspec.training.identity import require_same
+from deepspec.training.loading import LoadedWindow, Loader
 from deepspec.training.memory import peak_bytes, release_free_pages
-from deepspec.training.metrics import METRICS, VALIDATION, MetricsFile, objective_row, tracked
+from deepspec.training.metrics import METRICS, SHARES, VALIDATION, MetricsFile, objective_row, tracked
 from deepspec.training.module import TrainingModule
 from deepspec.training.packs import Packer, Window
 from deepspec.training.schedule import make_schedule
@@ -45,11 +46,12 @@ class DrafterTrainer:
     """Trains ``drafter`` on the windows of ``packer``; continues from the checkpoint that ``trainer.resume`` means.
 
     ``identity`` says what the run means (``identity.run_identity``). ``validate(engine, step)`` is called by all ranks
-    every ``validate_every`` steps and at the end.
+    every ``validate_every`` and every ``decode_every`` steps and at the end.
     """
 
     def __init__(self, drafter: DSparkDrafter, packer: Packer, config: Config, *, identity: Mapping[str, Any],
-                 tracker: Optional[Tracker] = None, validate: Optional[Callable[[Any, int], None]] = None) -> None:
+                 tracker: Optional[Tracker] = None,
+                 validate: Optional[Callable[[Any, int], Optional[float]]] = None) -> None:
         self.config, self.packer, self.identity = config, packer, dict(identity)
         self.run_dir = Path(config.run.dir)
         self.tracker = tracker or Tracker()
@@ -78,15 +80,16 @@ class DrafterTrainer:
         self._start(found)
         row: dict[str, Any] = {}
         stopped = False
-        with Requests() as requests, self._progress() as progress:
-            for window in self._windows():  # one optimizer step
-                started = time.perf_counter()
-                result = self._optimizer_step(window, requests)
-                row = self._row(result, time.perf_counter() - started)
+        ahead = Loader(self.packer, self._windows(), self.packer.num_workers)
+        with Requests() as requests, self._progress() as progress, ahead as loader:
+            for loaded in loader:  # one optimizer step
+                result = self._optimizer_step(loaded, requests)
+                row = self._row(result, time.perf_counter() - loaded.started)
                 if self._due(self.config.trainer.log_every) or self.step == self.total_steps:
                     self._log(row)
-                if self._due(self.config.trainer.validate_every) and self.validate is not None:
-                    self.validate(self.engine, self.step)
+                if self._validation_due() and self.validate is not None:
+                    with loader.quiet():
+                        self.validate(self.engine, self.step)
                 if result.save or result.stop or self._due(self.config.trainer.save_every):
                     self.save()
                 _show(progress, row)
@@ -96,7 +99,7 @@ class DrafterTrainer:
                     break
         if not stopped:
             self.save()
-            if self.validate is not None and not self._due(self.config.trainer.validate_every):
+            if self.validate is not None and not self._validation_due():
                 self.validate(self.engine, self.step)
         return TrainResult(self.step, self.total_steps, stopped, True, row)
 
@@ -168,10 +171,10 @@ class DrafterTrainer:
                 order = windows(count, size, seed=self.packer.seed, epoch=epoch)
             yield self.packer.window(order[position % self.per_epoch], epoch)
 
-    def _optimizer_step(self, window: Window, requests: Requests) -> StepResult:
+    def _optimizer_step(self, loaded: LoadedWindow, requests: Requests) -> StepResult:
         rate = self.config.optimizer.lr * self.schedule.factor(self.step)
         try:
-            result = optimizer_step(self.engine, self.packer, window, rate, requests)
+            result = optimizer_step(self.engine, loaded, rate, requests)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"Rank {distributed.rank()} ran out of memory in step {self.step + 1}: {str(error).splitlines()[0]} "
@@ -179,8 +182,8 @@ class DrafterTrainer:
                 "raise engine.zero_stage, or set trainer.activation_checkpointing=true; then start it again."
             ) from None
         self.step += 1
-        self.epoch = window.epoch
-        self.samples += len(window.indices)
+        self.epoch = loaded.window.epoch
+        self.samples += len(loaded.window.indices)
         self.skipped_steps += result.skipped
         self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
         if self.bad_in_a_row >= max(1, self.config.trainer.max_bad_steps):
@@ -198,15 +201,20 @@ class DrafterTrainer:
             "lr": self.config.optimizer.lr * self.schedule.factor(self.step - 1), "grad_norm": result.grad_norm,
             "skipped_steps": self.skipped_steps, "seconds": seconds,
             "tokens_per_second": result.tokens / seconds, "peak_memory_bytes": 0,
+            **{f"{part}_share": result.seconds[part] / seconds for part in SHARES},
         }
 
     def _log(self, row: dict[str, Any]) -> None:
         row["peak_memory_bytes"] = int(distributed.all_reduce_max(peak_bytes()))
+        row["wait_share"] = distributed.all_reduce_max(row["wait_share"])
         self.metrics.append(row)
         self.tracker.log(tracked(row), self.step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+    def _validation_due(self) -> bool:
+        return self._due(self.config.trainer.validate_every) or self._due(self.config.trainer.decode_every)
 
     def _progress(self) -> tqdm:
         return tqdm(total=self.total_steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,

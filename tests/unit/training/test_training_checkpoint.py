@@ -18,7 +18,8 @@ from tiny_training import SHAPE, TinySource, shared_weights, tiny_config, tiny_d
 from deepspec.errors import InputRefused, UserError
 from deepspec.training import checkpoint, saving
 
-TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "wait_share", "forward_share", "backward_share",
+         "optimizer_share")
 
 
 class StoppingSource(TinySource):

@@ -18,7 +18,8 @@ from deepspec.training.validate import choose, make_validator
 
 FIELDS = ["step", "epoch", "samples", "loss", "loss_ce", "loss_tv", "loss_confidence", "acceptance_rate@1",
           "acceptance_rate@2", "acceptance_rate@3", "acceptance_rate@4", "acceptance_length_proxy", "lr", "grad_norm",
-          "skipped_steps", "seconds", "tokens_per_second", "peak_memory_bytes"]
+          "skipped_steps", "seconds", "tokens_per_second", "peak_memory_bytes", "wait_share", "forward_share",
+          "backward_share", "optimizer_share"]
 
 
 def rows(path):

@@ -112,17 +112,6 @@ def test_a_pack_is_never_empty():
     assert never_empty(full, 4) is full
 
 
-def test_prefetching_gives_the_same_packs(tmp_path):
-    config = tiny_config(tmp_path, global_batch_size=8, micro_batch_size=2)
-    plain = Packer(TinySource(8), SHAPE, config.trainer, config.objective, seed=5)
-    threaded = Packer(TinySource(8), SHAPE, config.trainer, config.objective, seed=5, num_workers=2)
-    window = plain.window([3, 1, 2, 0, 7, 6], 2)
-    for one, other in zip(plain.packs(window), threaded.packs(window), strict=True):
-        assert one.sample_ids == other.sample_ids
-        assert torch.equal(one.blocks.anchor_rows, other.blocks.anchor_rows)
-        assert torch.equal(one.features, other.features)
-
-
 def test_a_bad_loss_poisons_every_gradient():
     drafter = tiny_drafter()
     module = TrainingModule(drafter, tiny_config("x").objective)
