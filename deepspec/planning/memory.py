@@ -30,7 +30,7 @@ class StepBytes:
     """Bytes of one rank that do not depend on the ZeRO stage."""
 
     frozen: int  # the target's embedding and LM head
-    target: int  # the whole target, online features only
+    target: int  # the whole target, for online features and real decoding
     batch: int  # features and last hidden states of one micro-batch
     activations: int  # what the backward pass keeps
     objective: int  # one chunk of logits and the gradient of the block states
@@ -80,7 +80,8 @@ def step_bytes(config: Config, parameters: ParameterCount, tokens_per_sample: in
     anchors = min(config.trainer.num_anchors, tokens_per_sample) * config.trainer.micro_batch_size
     slots = anchors * config.drafter.block_size
     target_width = 2 if config.target.dtype == "bfloat16" else 4
-    online = parameters.target * target_width if config.features.mode == "online" else 0
+    whole = config.features.mode == "online" or config.trainer.decode_every > 0
+    online = parameters.target * target_width if whole else 0
     chunk = config.objective.chunk_megabytes * 2**20
     states = anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)
     return StepBytes(

@@ -44,7 +44,8 @@ def command(config: Config, stage: str) -> str:
 def required(config: Config, stage: str) -> tuple[str, ...]:
     """Stages whose output ``stage`` reads under these options."""
     if stage == "train":
-        return ("features",) if config.features.mode == "cached" else ("responses",)
+        cached = config.features.mode == "cached"
+        return ("features",) * cached + ("responses",) * (not cached or config.trainer.decode_every > 0)
     if stage in ("confidence", "calibrate") and not config.drafter.confidence_head:
         return ()
     return NEEDS.get(stage, ())

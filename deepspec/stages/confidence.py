@@ -37,14 +37,14 @@ _SEED_OFFSET = 7919  # other draws than evaluation's on the same prompts
 _FLOAT16_MAX = 65504.0
 
 
-def held_out_requests(config: Config) -> list[DecodeRequest]:
-    """First turns of the held-out prompts, in an order even over domains; at most ``confidence.max_prompts``."""
+def held_out_requests(config: Config, limit: Optional[int]) -> list[DecodeRequest]:
+    """First turns of at most ``limit`` held-out prompts, in an order even over domains."""
     directory = responses_dir(config)
     rows = {row.id: row for row in read_responses(directory, "held_out")}
-    order = balanced_order(list(rows), [row.domain for row in rows.values()])[:config.confidence.max_prompts]
+    order = balanced_order(list(rows), [row.domain for row in rows.values()])[:limit]
     if not order:
-        raise InputRefused(f"{directory} has no held-out responses to fit the confidence on. Raise data.min_held_out "
-                           "and run data_prep/collect_prompts.py and data_prep/generate_responses.py again.")
+        raise InputRefused(f"{directory} has no held-out responses to decode. Raise data.min_held_out and run "
+                           "data_prep/collect_prompts.py and data_prep/generate_responses.py again.")
     chosen = [rows[name] for name in order]
     return [DecodeRequest(id=row.id, prompt_ids=row.turns[0].prompt_ids, domain=row.domain) for row in chosen]
 
@@ -114,7 +114,7 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     sampling = Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET)
     decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
                                  max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
-    mine = held_out_requests(config)[distributed.rank()::distributed.world_size()]
+    mine = held_out_requests(config, options.max_prompts)[distributed.rank()::distributed.world_size()]
     parts: list[ConfidenceRecords] = []
     blocks = 0
     for group in _groups(mine, 2 * options.batch_size):

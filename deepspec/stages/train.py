@@ -19,12 +19,14 @@ from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.drafters.warm_start import warm_start
-from deepspec.errors import ConfigError
+from deepspec.errors import ConfigError, InputRefused
+from deepspec.stages.confidence import held_out_requests
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.load import load_target
 from deepspec.tracking import Tracker
 from deepspec.training import checkpoint
 from deepspec.training.identity import run_identity
+from deepspec.training.live_decode import LiveDecoder
 from deepspec.training.packs import Packer
 from deepspec.training.session import shared_weights
 from deepspec.training.trainer import DrafterTrainer, TrainResult
@@ -69,13 +71,15 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
         raise ConfigError(f"features.mode={config.features.mode!r} must be cached or online.")
     device = distributed.device()
     # With features on disk the target is needed for two of its matrices only: the rest never reaches the GPU.
-    target = load_target(config.target, device=device if online else "cpu", cache_dir=model_cache(config))
+    whole = online or config.trainer.decode_every > 0
+    target = load_target(config.target, device=device if whole else "cpu", cache_dir=model_cache(config))
     shape = shape_from(target.spec, config.target, config.drafter)
     on_target = shared_weights(target)
     shared = SharedWeights(on_target.embed.to(device), on_target.lm_head.to(device), on_target.fingerprint)
     drafter = make_drafter(config, shape, shared, target)
     data = load_data(config, target)
-    if not online:
+    decoder = live_decoder(config, shape, shared, target) if config.trainer.decode_every else None
+    if not whole:
         del target, on_target
     identity = run_identity(config, shape, target=shared.fingerprint, data=data.fingerprint)
     packer = Packer(data.train, shape, config.trainer, config.objective, seed=config.run.seed,
@@ -83,7 +87,10 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     validate = None
     if len(data.held_out):
         validate = make_validator(data.held_out, shape, config.trainer, config.objective, seed=config.run.seed,
-                                  run_dir=run_dir(config), tracker=tracker)
+                                  run_dir=run_dir(config), tracker=tracker, decoder=decoder)
+    elif decoder is not None:
+        raise InputRefused("trainer.decode_every needs held-out samples, but the features have none. Raise "
+                           "data.min_held_out and make prompts, responses and features again.")
     trainer = DrafterTrainer(drafter, packer, config, identity=identity, tracker=tracker, validate=validate)
     log.info("training %.1f M parameters on %d samples: %d steps of %d samples", _millions(drafter), len(data.train),
              trainer.total_steps, config.trainer.global_batch_size)
@@ -111,6 +118,13 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
         checkpoint.load_exported(drafter, Path(config.drafter.init_from))
         log.info("starting from the drafter in %s", config.drafter.init_from)
     return drafter
+
+
+def live_decoder(config: Config, shape: DrafterShape, shared: SharedWeights, target: FrozenTarget) -> LiveDecoder:
+    """Real decoding of up to ``trainer.decode_prompts`` held-out prompts every ``trainer.decode_every`` steps."""
+    options = config.trainer
+    return LiveDecoder(target, shape, shared, tuple(held_out_requests(config, options.decode_prompts)),
+                       every=options.decode_every, max_new_tokens=options.decode_tokens, seed=config.run.seed)
 
 
 def load_data(config: Config, target: FrozenTarget) -> Data:

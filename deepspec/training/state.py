@@ -4,7 +4,7 @@ Whole tensors instead of DeepSpeed's per-rank shards: a run resumes on any numbe
 unpickled, and the weights on disk are the drafter. Every function here is collective.
 """
 
-from typing import Any, Mapping, Optional
+from typing import Any, Iterator, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -26,6 +26,12 @@ def gather(engine: Any) -> Optional[dict[str, dict[str, Tensor]]]:
                 kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
             del full
     return state if distributed.rank() == 0 else None
+
+
+def each_weight(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every trainable weight whole, fp32, by name and on all ranks, one after the other: never all at once."""
+    for name, parameter in named_trainable(engine):
+        yield name, _read(engine, parameter, None)
 
 
 def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]]) -> None:

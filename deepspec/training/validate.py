@@ -1,10 +1,10 @@
-"""Analytic acceptance on held-out samples while training: the same definition as in metrics.jsonl, per domain."""
+"""Held-out acceptance while training, per domain: analytic, as in metrics.jsonl, and now and then of real decoding."""
 
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from deepspec.data.order import micro_steps
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators
 from deepspec.tracking import Tracker
+from deepspec.training.live_decode import LiveDecoder
 from deepspec.training.metrics import VALIDATION, MetricsFile, Sums, objective_row
 from deepspec.training.packs import Packer, Source, to_device
 
@@ -41,25 +42,44 @@ class Validator:
     indices: tuple[int, ...]
     metrics: MetricsFile
     tracker: Tracker
+    decoder: Optional[LiveDecoder] = None
 
-    def __call__(self, engine: Any, step: int) -> None:
-        """Measure, and append one row to validation.jsonl. The engine is back in training mode afterwards."""
+    def __call__(self, engine: Any, step: int, averaged: Optional[Any] = None) -> float:
+        """Measure, append one row to validation.jsonl, and return the pooled acceptance length (analytic).
+
+        ``averaged``, called like the engine, has the averaged weights: the row then holds their values under ``ema``,
+        and theirs is the length returned. The same value on all ranks. The engine is left in the mode it was in.
+        """
         domains = [self.packer.source.samples[index].domain for index in self.indices]
         names = sorted(set(domains))
-        domain_of = dict(zip(self.indices, domains, strict=True))
+        row = {"step": step, **self._values(engine, domains, names)}
+        if averaged is not None:
+            row["ema"] = self._values(averaged, domains, names)
+        flat = {f"eval/{name}/{PROXY}": row["domains"][name][PROXY] for name in names}
+        logger.info("validation at step %d: acceptance length %.3f (analytic; %s)", step, row[PROXY],
+                    ", ".join(f"{name} {value:.3f}" for name, value in zip(names, flat.values())))
+        tracked = {f"eval/{PROXY}": row[PROXY], **flat}
+        if self.decoder is not None and self.decoder.due(step):
+            row["decoded"] = self.decoder(engine, step)
+            parts = {"": row["decoded"], **{f"{name}/": part for name, part in row["decoded"]["domains"].items()}}
+            tracked |= {f"eval/decoded/{name}acceptance_length": part["acceptance_length"]
+                        for name, part in parts.items() if part["acceptance_length"] is not None}
+        self.metrics.append(row)
+        if averaged is not None:
+            tracked[f"eval/ema/{PROXY}"] = row["ema"][PROXY]
+        self.tracker.log(tracked, step)
+        return float(row.get("ema", row)[PROXY])
+
+    def _values(self, engine: Any, domains: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+        training = engine.training
         engine.eval()
         try:
             with torch.no_grad():
-                sums = self._measure(engine, domain_of, names)
+                sums = self._measure(engine, dict(zip(self.indices, domains, strict=True)), names)
         finally:
-            engine.train()
+            engine.train(training)
         values, _ = sums.reduce()
-        row = self._row(values, names, Counter(domains), step)
-        self.metrics.append(row)
-        flat = {f"eval/{name}/{PROXY}": row["domains"][name][PROXY] for name in names}
-        self.tracker.log({f"eval/{PROXY}": row[PROXY], **flat}, step)
-        logger.info("validation at step %d: acceptance length %.3f (analytic; %s)", step, row[PROXY],
-                    ", ".join(f"{name} {value:.3f}" for name, value in zip(names, flat.values())))
+        return self._row(values, names, Counter(domains))
 
     def _measure(self, engine: Any, domain_of: dict[int, str], names: Iterable[str]) -> Sums:
         steps = micro_steps(list(self.indices), rank=distributed.rank(), world_size=distributed.world_size(),
@@ -74,21 +94,21 @@ class Validator:
                           for key, value in values.items()})
         return sums
 
-    def _row(self, values: dict[str, list[float]], names: Sequence[str], counts: Counter, step: int) -> dict[str, Any]:
+    def _row(self, values: dict[str, list[float]], names: Sequence[str], counts: Counter) -> dict[str, Any]:
         keys = [key.removeprefix(f"{names[0]}/") for key in values if key.startswith(f"{names[0]}/")]
         parts = {name: {key: values[f"{name}/{key}"] for key in keys} for name in names}
         pooled = {key: [sum(column) for column in zip(*(parts[name][key] for name in names), strict=True)]
                   for key in parts[names[0]]}
         objective = self.packer.objective
         return {
-            "step": step, "num_samples": len(self.indices), **objective_row(pooled, objective),
+            "num_samples": len(self.indices), **objective_row(pooled, objective),
             "domains": {name: {"num_samples": counts[name], **objective_row(parts[name], objective)} for name in names},
         }
 
 
 def make_validator(source: Source, shape: DrafterShape, trainer: TrainerConfig, objective: ObjectiveConfig, *,
-                   seed: int, run_dir: Path, tracker: Tracker) -> Validator:
-    """Validator on up to ``trainer.validation_samples`` samples of ``source``."""
+                   seed: int, run_dir: Path, tracker: Tracker, decoder: Optional[LiveDecoder] = None) -> Validator:
+    """Validator on up to ``trainer.validation_samples`` samples of ``source``, which also runs ``decoder``."""
     indices = choose([sample.domain for sample in source.samples], trainer.validation_samples)
     packer = Packer(source, shape, replace(trainer, micro_batch_size=1), objective, seed=seed)
-    return Validator(packer, tuple(indices), MetricsFile(Path(run_dir) / VALIDATION), tracker)
+    return Validator(packer, tuple(indices), MetricsFile(Path(run_dir) / VALIDATION), tracker, decoder)

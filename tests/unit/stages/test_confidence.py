@@ -177,8 +177,7 @@ def test_records_are_the_same_on_any_number_of_ranks(stage, config, monkeypatch)
 
 
 def test_limits_on_prompts_and_blocks(stage, config):
-    config.confidence.max_prompts = 6
-    requests = stage.confidence.held_out_requests(config)
+    requests = stage.confidence.held_out_requests(config, 6)
     assert len(requests) == 6 and sum(request.domain == "math" for request in requests) == 3
     config.confidence.max_prompts, config.confidence.batch_size, config.confidence.max_blocks = None, 2, 1
     records = stage.confidence.collect(config, stage.session)
@@ -207,7 +206,7 @@ def test_no_held_out_responses(stage, config):
     path = responses_dir(config) / "responses.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:6]))
     with pytest.raises(InputRefused, match="no held-out responses"):
-        stage.confidence.held_out_requests(config)
+        stage.confidence.held_out_requests(config, 6)
 
 
 def test_calibrate_refuses_records_of_another_temperature(stage, config):

@@ -68,6 +68,21 @@ def test_cached_and_online_features_train_alike(root, caplog):
     assert "trained to step 3 of 3" in caplog.text
 
 
+def test_decodes_held_out_prompts_while_training(root, caplog):
+    caplog.set_level(logging.INFO)
+    config = make_config(root, "decoding", decode_every=2, decode_prompts=3, decode_tokens=9)
+    train.run(config)
+    found = [json.loads(line) for line in (root / "decoding/validation.jsonl").read_text().splitlines()]
+    assert [(row["step"], "decoded" in row) for row in found] == [(2, True), (3, False)]
+    decoded = found[0]["decoded"]
+    assert decoded["num_prompts"] == 3 and decoded["tokens"] >= 3 and decoded["rounds"] > 0
+    assert 1.0 <= decoded["acceptance_length"] <= 5.0 and set(decoded["domains"]) == {"chat", "math"}
+    assert "decoded 3 held-out prompts at step 2" in caplog.text
+    plain = make_config(root, "not-decoding")
+    train.run(plain)
+    assert losses(root / "decoding") == losses(root / "not-decoding"), "looking must not change training"
+
+
 def test_later_stages_get_target_and_drafter_that_belong_together(root):
     config = make_config(root, "session")
     train.run(config)
