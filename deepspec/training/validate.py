@@ -110,5 +110,5 @@ def make_validator(source: Source, shape: DrafterShape, trainer: TrainerConfig, 
                    seed: int, run_dir: Path, tracker: Tracker, decoder: Optional[LiveDecoder] = None) -> Validator:
     """Validator on up to ``trainer.validation_samples`` samples of ``source``, which also runs ``decoder``."""
     indices = choose([sample.domain for sample in source.samples], trainer.validation_samples)
-    packer = Packer(source, shape, replace(trainer, micro_batch_size=1), objective, seed=seed)
+    packer = Packer(source, shape, replace(trainer, micro_batch_size=1, pack_tokens=None), objective, seed=seed)
     return Validator(packer, tuple(indices), MetricsFile(Path(run_dir) / VALIDATION), tracker, decoder)
