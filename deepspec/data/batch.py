@@ -53,8 +53,9 @@ class TrainingBatch:
     sample_ids: tuple[str, ...]
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, within the document
-    document_starts: tuple[int, ...]  # packed index of each document's first token, then T
+    document_starts: tuple[int, ...]  # packed index of each document's first token (padding is one, too), then T
     features: Tensor  # [T, M*D]
     last_hidden: Tensor  # [T, D]
     blocks: AnchorBlocks
     epoch: int = 0
+    padding: int = 0  # tokens at the end that belong to no sample

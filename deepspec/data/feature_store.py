@@ -70,6 +70,19 @@ class FeatureStore:
         last_hidden[valid_anchors(sample.loss_mask)] = rows
         return FeatureSample(sample, features, last_hidden)
 
+    def loss_mask(self, index: int) -> torch.Tensor:
+        """[T] bool of one sample, without its hidden states: one page of the shard instead of megabytes.
+
+        The checksum covers the whole record, so here only the number of labels tells a damaged mask.
+        """
+        record = self.records[index]
+        section = self.header.layout(record.tokens, record.label_rows).mask
+        first = record.offset + section.offset
+        mask = torch.from_numpy(np.array(self._map(record.shard)[first:first + section.size]).astype(bool))
+        if len(mask) != record.tokens or len(valid_anchors(mask)) != record.label_rows:
+            raise self._damaged(record.shard, f"loss mask of sample {record.sample_id!r} differs from the index")
+        return mask
+
     def _decode(self, raw: np.ndarray, record: Record, layout: codecs.Layout) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, rows, layers, width = record.tokens, record.label_rows, len(self.header.layers), self.header.hidden_size
         codec, groups = self.header.codec, width // codecs.group_size(width) if self.header.codec == "int8" else 0

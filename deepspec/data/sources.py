@@ -3,7 +3,7 @@ up to the rounding of the store's codec. M layers, D width, T tokens."""
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Protocol, Sequence
 
@@ -25,10 +25,15 @@ class SampleInfo:
     sample_id: str
     domain: str
     length: int  # tokens
+    anchors: Optional[int] = field(default=None, compare=False)  # valid ones; None: the loss mask must be looked at
 
 
 class FeatureSource(Protocol):
-    """Samples with the target's hidden states, by index."""
+    """Samples with the target's hidden states, by index.
+
+    ``documents``, where a source has it, are the same samples without hidden states and cheap to get; token ids may be
+    missing there.
+    """
 
     samples: Sequence[SampleInfo]
 
@@ -84,6 +89,20 @@ def _shown(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+class StoredMasks(Sequence[Sample]):
+    """Samples of a store with their loss mask and zeros for token ids; nothing is kept."""
+
+    def __init__(self, store: FeatureStore) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        record, mask = self._store.records[index], self._store.loss_mask(index)
+        return Sample(record.sample_id, record.domain, torch.zeros((), dtype=torch.int64).expand(len(mask)), mask)
+
+
 class CachedFeatures:
     """Samples of a finished feature store. Raises InputRefused if it is of another target, layers or renderer."""
 
@@ -91,7 +110,11 @@ class CachedFeatures:
                  dtype: Optional[torch.dtype] = None, allow: frozenset[str] = frozenset()) -> None:
         self.store = FeatureStore(Path(directory), split)
         check_header(directory, self.store.header, expected or Expected(), allow)
-        self.samples = [SampleInfo(row.sample_id, row.domain, row.tokens) for row in self.store.records]
+        # A record keeps last_hidden of the valid anchors, so the index already says how many there are.
+        self.samples = [
+            SampleInfo(row.sample_id, row.domain, row.tokens, row.label_rows) for row in self.store.records
+        ]
+        self.documents: Sequence[Sample] = StoredMasks(self.store)
         self._dtype = dtype
 
     def __len__(self) -> int:
@@ -113,7 +136,7 @@ class OnlineFeatures:
 
     def __init__(self, target: HiddenStateModel, samples: Sequence[Sample], *, token_budget: int = 8192,
                  dtype: Optional[torch.dtype] = None) -> None:
-        self._target, self._documents = target, samples
+        self._target, self.documents = target, samples
         self._budget, self._dtype = token_budget, dtype
         self.samples = [SampleInfo(item.sample_id, item.domain, len(item.input_ids)) for item in samples]
 
@@ -124,7 +147,7 @@ class OnlineFeatures:
         """The samples at ``indices``, hidden states on the target's device, at most ``token_budget`` per forward."""
         result = []
         for chunk in token_batches([self.samples[index].length for index in indices], self._budget):
-            documents = [self._documents[indices[position]] for position in chunk]
+            documents = [self.documents[indices[position]] for position in chunk]
             result += encode_samples(self._target, documents, self._dtype)
         return result
 

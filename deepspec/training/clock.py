@@ -7,7 +7,7 @@ import torch
 
 
 class StepClock:
-    """Seconds by part of a step. On a GPU marks are events on its stream, so nothing waits for it before ``seconds``."""
+    """Seconds by part of a step. On a GPU marks are events of its stream, so nothing waits before ``seconds``."""
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()

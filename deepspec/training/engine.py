@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _HEAD_PREFIXES = ("markov_head", "sequential", "rnn_head")
 _CONFIDENCE_PREFIXES = ("confidence",)
+# Of stages 1 and 2, of stage 1 in bf16, and of stage 3.
+_FLAT_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -47,7 +49,13 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def accumulation_steps(trainer: TrainerConfig, world: int) -> int:
-    """Micro-steps of a full window. Raises ConfigError when the global batch does not divide."""
+    """Micro-steps of a full window. Raises ConfigError when the global batch does not divide.
+
+    With packing a window has as many as its packs, at most one per sample. At least 2 are announced, because DeepSpeed
+    takes short cuts when it is told 1.
+    """
+    if trainer.pack_tokens is not None:
+        return max(2, -(-trainer.global_batch_size // world))
     per_step = trainer.micro_batch_size * world
     if trainer.micro_batch_size < 1 or trainer.global_batch_size < 1 or trainer.global_batch_size % per_step:
         raise ConfigError(
@@ -74,9 +82,11 @@ def build_config(trainer: TrainerConfig, optimizer: OptimizerConfig, engine: Eng
     """The dictionary for ``deepspeed.initialize``; ``engine.deepspeed`` is merged into it verbatim."""
     stage = effective_stage(engine.zero_stage, trainer.precision)
     accumulation = accumulation_steps(trainer, world)
+    micro = trainer.micro_batch_size if trainer.pack_tokens is None else 1
     config: dict[str, Any] = {
-        "train_batch_size": trainer.global_batch_size,
-        "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
+        # Only for DeepSpeed's own accounts: step.accumulate sets the boundary and no gradient is divided by these.
+        "train_batch_size": micro * accumulation * world,
+        "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         # Stage 0 clips in GuardedAdamW, which also knows the norm.
         "gradient_clipping": optimizer.max_grad_norm if stage else 0.0,
@@ -185,3 +195,17 @@ def named_trainable(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in engine.module.drafter.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    """The fp32 weights that this rank's optimizer updates, wherever they lie: flat partitions, or whole at stage 0.
+
+    Raises ConfigError where they are not in memory.
+    """
+    if engine.zero_optimization_stage() == 0:
+        return [parameter.data for _, parameter in named_trainable(engine)]
+    flat = next(getattr(engine.optimizer, name) for name in _FLAT_MASTERS if hasattr(engine.optimizer, name))
+    if not all(part.numel() for part in flat):
+        raise ConfigError("trainer.ema_decay cannot average weights that engine.deepspeed keeps on NVMe. Offload them "
+                          "to the CPU instead, or leave trainer.ema_decay out.")
+    return [part.data for part in flat]

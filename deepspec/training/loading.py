@@ -105,7 +105,7 @@ class Loader:
                     item = next(self._items, None)
                 if isinstance(item, TrainingBatch) and torch.cuda.is_available():
                     item = pinned(item)
-            except BaseException as caught:  # whatever it is, the training thread must see it
+            except BaseException as caught:  # noqa: B036 - raised again in the training thread
                 item, error = None, caught
             self._put((item, error))
 

@@ -11,14 +11,15 @@ import torch
 
 from deepspec import distributed
 from deepspec.config.schema import ObjectiveConfig, TrainerConfig
-from deepspec.data.anchors import build_blocks, sample_anchors
+from deepspec.data.anchors import build_blocks, sample_anchors, valid_anchors
 from deepspec.data.batch import AnchorBlocks, Sample, TrainingBatch
 from deepspec.data.collate import collate
 from deepspec.data.order import MicroStep, micro_steps
+from deepspec.data.packing import PackItem, PackLimits, pack_window, worst_pack, worst_size
+from deepspec.data.padding import pad, weightless_blocks
 from deepspec.data.sources import CachedFeatures, FeatureSource, OnlineFeatures
 from deepspec.drafters.types import DrafterShape
 from deepspec.objective import Denominators, window_weights
-
 
 Source = FeatureSource | CachedFeatures | OnlineFeatures
 
@@ -33,17 +34,7 @@ def stand_in(shape: DrafterShape, dtype: torch.dtype = torch.float32) -> Trainin
         document_starts=(0, 1),
         features=torch.zeros(1, width, dtype=dtype),
         last_hidden=torch.zeros(1, shape.target_hidden_size, dtype=dtype),
-        blocks=_weightless_block(torch.zeros(1, dtype=torch.int64), shape.draft_length),
-    )
-
-
-def _weightless_block(first_id: torch.Tensor, draft_length: int) -> AnchorBlocks:
-    zero_1 = torch.zeros(1, dtype=torch.int64)
-    zeros_1k = torch.zeros(1, draft_length, dtype=torch.int64)
-    return AnchorBlocks(
-        anchor_rows=zero_1, context_starts=zero_1, anchor_positions=zero_1, anchor_ids=first_id, label_ids=zeros_1k,
-        previous_ids=torch.cat([first_id[:, None], zeros_1k[:, 1:]], dim=1), target_rows=zeros_1k,
-        mask=torch.zeros(1, draft_length, dtype=torch.bool),
+        blocks=weightless_blocks(1, 0, torch.zeros(1, dtype=torch.int64), shape.draft_length),
     )
 
 
@@ -52,7 +43,7 @@ def never_empty(batch: TrainingBatch, draft_length: int) -> TrainingBatch:
     the same order as on the other ranks, which ZeRO's bucketed reductions rely on."""
     if len(batch.blocks):
         return batch
-    return replace(batch, blocks=_weightless_block(batch.input_ids[:1], draft_length))
+    return replace(batch, blocks=weightless_blocks(1, 0, batch.input_ids[:1], draft_length))
 
 
 def _map_tensors(batch: TrainingBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
@@ -115,14 +106,20 @@ class Packer:
                  *, seed: int, num_workers: int = 0, documents: Optional[Sequence[Sample]] = None) -> None:
         self.source, self.shape, self.trainer, self.objective = source, shape, trainer, objective
         self.seed, self.num_workers = seed, num_workers
-        self._documents = KnownMasks(source) if documents is None else documents
+        known = getattr(source, "documents", None) if documents is None else documents
+        self._documents: Sequence[Sample] = KnownMasks(source) if known is None else known
+        self.limits: Optional[PackLimits] = None
+        if trainer.pack_tokens is not None:
+            self.limits = PackLimits(trainer.pack_tokens, trainer.pack_anchors, shape.block_size)
 
     def window(self, indices: Sequence[int], epoch: int) -> Window:
-        """Share of this rank in the window of ``indices``."""
-        steps = micro_steps(
-            list(indices), rank=distributed.rank(), world_size=distributed.world_size(),
-            micro_batch_size=self.trainer.micro_batch_size,
-        )
+        """Share of this rank in the window of ``indices``. Raises InputRefused for a sample larger than a pack."""
+        rank, world = distributed.rank(), distributed.world_size()
+        if self.limits is None:
+            steps = micro_steps(list(indices), rank=rank, world_size=world,
+                                micro_batch_size=self.trainer.micro_batch_size)
+        else:
+            steps = pack_window([self._item(index) for index in indices], self.limits, world)[rank]
         return Window(epoch, tuple(indices), tuple(steps))
 
     def weights(self, window: Window) -> Denominators:
@@ -146,18 +143,45 @@ class Packer:
         """The packs of this rank in order."""
         return (self.pack(step, window.epoch) for step in window.steps)
 
-    def largest(self) -> TrainingBatch:
-        """The pack of the longest samples: the most memory a micro-step will ask for."""
-        lengths = [sample.length for sample in self.source.samples]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        return self.pack(MicroStep(tuple(order[-self.trainer.micro_batch_size:])), epoch=0)
-
     def pack(self, step: MicroStep, epoch: int) -> TrainingBatch:
         """One pack on the CPU (or where the source computes its features)."""
         if step.weightless:
-            return stand_in(self.shape)
+            return self.stand_in()
         batch = collate(
             self.source.get(list(step.indices)), num_anchors=self.trainer.num_anchors,
             draft_length=self.shape.draft_length, seed=self.seed, epoch=epoch,
         )
-        return never_empty(batch, self.shape.draft_length)
+        return self._padded(never_empty(batch, self.shape.draft_length))
+
+    def stand_in(self) -> TrainingBatch:
+        """A pack of weight 0, of the size of the others where that is fixed."""
+        return self._padded(stand_in(self.shape))
+
+    def largest(self) -> TrainingBatch:
+        """A pack at least as large as any of training, in tokens and in blocks: the most memory a step will ask for.
+
+        Its samples are the costliest that go together; what the bounds allow beyond them is padding.
+        """
+        items = [self._item(index, look=False) for index in range(len(self.source.samples))]
+        if self.limits is None:
+            count, cost = self.trainer.micro_batch_size, PackLimits(0, None, self.shape.block_size).cost
+            indices = tuple(i.index for i in sorted(items, key=lambda i: cost(i.tokens, i.anchors))[-count:])
+            tokens, blocks = (sum(sorted(sizes)[-count:]) for sizes in zip(*((i.tokens, i.anchors) for i in items)))
+        else:
+            indices = worst_pack(items, self.limits)
+            tokens, blocks = worst_size(items, self.limits)
+        batch = self.pack(MicroStep(indices), epoch=0)
+        return pad(batch, tokens=max(tokens, len(batch.input_ids)), blocks=max(blocks, len(batch.blocks)))
+
+    def _item(self, index: int, look: bool = True) -> PackItem:
+        """Size of a sample; ``look=False`` bounds the anchors where only the loss mask could tell them."""
+        info = self.source.samples[index]
+        anchors = info.anchors
+        if anchors is None:
+            anchors = len(valid_anchors(self._documents[index].loss_mask)) if look else max(0, info.length - 1)
+        return PackItem(index, info.sample_id, info.length, min(anchors, self.trainer.num_anchors))
+
+    def _padded(self, batch: TrainingBatch) -> TrainingBatch:
+        if not self.trainer.pad_packs or self.limits is None or self.limits.anchors is None:
+            return batch
+        return pad(batch, tokens=self.limits.tokens, blocks=self.limits.anchors)

@@ -65,7 +65,7 @@ def accumulate(engine: Any, packs: Iterable[TrainingBatch], count: int, denomina
         clock.mark("backward")
         sums.add(pack_sums)
         losses.append((batch.sample_ids, loss.detach()))
-        tokens += len(batch.input_ids) if batch.sample_ids else 0
+        tokens += len(batch.input_ids) - batch.padding if batch.sample_ids else 0
     return sums, tokens, losses
 
 
@@ -99,13 +99,13 @@ def _name_bad_samples(losses: list[tuple[tuple[str, ...], torch.Tensor]]) -> Non
     logger.warning("step skipped on all ranks: %s %s%s is not finite", what, ", ".join(named[:_NAMED]), more)
 
 
-def prime(engine: Any, shape: DrafterShape) -> None:
+def prime(engine: Any, shape: DrafterShape, batch: Optional[TrainingBatch] = None) -> None:
     """One pass of weight 0 at learning rate 0: every parameter then has its optimizer state and nothing has changed.
 
-    It also runs each collective once before the first sample is read.
+    It also runs each collective once before the first sample is read. ``batch`` is a stand-in of the packs' own size.
     """
     set_learning_rate(engine, 0.0)
-    accumulate(engine, [stand_in(shape)], 1, Denominators(0.0, 0.0, 0.0))
+    accumulate(engine, [stand_in(shape) if batch is None else batch], 1, Denominators(0.0, 0.0, 0.0))
     engine.step()
     if step_was_skipped(engine):
         raise RuntimeError("the gradient of a pack without weight is not finite: the initial weights are not")

@@ -1,6 +1,5 @@
 """The training loop: windows of samples in, a drafter in checkpoints and one row of metrics per step out."""
 
-import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.errors import UserError
 from deepspec.tracking import Tracker
 from deepspec.training import checkpoint, saving, state
+from deepspec.training.ema import Outline, WeightAverage
 from deepspec.training.engine import effective_stage, initialize
 from deepspec.training.identity import require_same
 from deepspec.training.loading import LoadedWindow, Loader
@@ -24,9 +24,11 @@ from deepspec.training.memory import peak_bytes, release_free_pages
 from deepspec.training.metrics import METRICS, SHARES, VALIDATION, MetricsFile, objective_row, tracked
 from deepspec.training.module import TrainingModule
 from deepspec.training.packs import Packer, Window
+from deepspec.training.retention import Best, better, point_to_best, restored
 from deepspec.training.schedule import make_schedule
 from deepspec.training.signals import Requests
 from deepspec.training.step import StepResult, optimizer_step, prime, rehearse
+from deepspec.training.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +47,14 @@ class TrainResult:
 class DrafterTrainer:
     """Trains ``drafter`` on the windows of ``packer``; continues from the checkpoint that ``trainer.resume`` means.
 
-    ``identity`` says what the run means (``identity.run_identity``). ``validate(engine, step)`` is called by all ranks
-    every ``validate_every`` and every ``decode_every`` steps and at the end.
+    ``identity`` says what the run means (``identity.run_identity``). ``validate(engine, step)``, or with a module of
+    averaged weights as a third argument where the run has them, is called by all ranks every ``validate_every`` and
+    every ``decode_every`` steps and at the end; it returns the acceptance length that ``keep_best`` goes by, or None.
     """
 
     def __init__(self, drafter: DSparkDrafter, packer: Packer, config: Config, *, identity: Mapping[str, Any],
                  tracker: Optional[Tracker] = None,
-                 validate: Optional[Callable[[Any, int], Optional[float]]] = None) -> None:
+                 validate: Optional[Callable[..., Optional[float]]] = None) -> None:
         self.config, self.packer, self.identity = config, packer, dict(identity)
         self.run_dir = Path(config.run.dir)
         self.tracker = tracker or Tracker()
@@ -59,6 +62,9 @@ class DrafterTrainer:
         self.metrics = MetricsFile(self.run_dir / METRICS)
         self.step = self.samples = self.skipped_steps = self.epoch = 0
         self.saved_at: Optional[int] = None
+        self.best: Optional[Best] = None
+        self.average: Optional[WeightAverage] = None
+        self.writer = CheckpointWriter(self.run_dir, packer.shape, config)
         self.bad_in_a_row = 0
         count = len(packer.source)
         if count < 1:
@@ -67,6 +73,7 @@ class DrafterTrainer:
         self.total_steps = config.trainer.max_steps or config.trainer.epochs * self.per_epoch
         self.schedule = make_schedule(self.total_steps, config.optimizer.warmup_ratio, config.optimizer.min_lr_ratio)
         self._drafter = drafter
+        self._outline: Optional[Outline] = None
         self.engine: Any = None
 
     def run(self) -> TrainResult:
@@ -78,8 +85,17 @@ class DrafterTrainer:
                         checkpoint.read_state(found).step, self.total_steps, found)
             return TrainResult(checkpoint.read_state(found).step, self.total_steps, False, False, {})
         self._start(found)
+        try:
+            stopped, row = self._loop()
+            self.save()
+            self.writer.settle()
+        finally:
+            self.writer.close()
+        return TrainResult(self.step, self.total_steps, stopped, True, row)
+
+    def _loop(self) -> tuple[bool, dict[str, Any]]:
+        """Steps until the last one or a request to stop. Returns whether there was one, and the last step's metrics."""
         row: dict[str, Any] = {}
-        stopped = False
         ahead = Loader(self.packer, self._windows(), self.packer.num_workers)
         with Requests() as requests, self._progress() as progress, ahead as loader:
             for loaded in loader:  # one optimizer step
@@ -87,47 +103,46 @@ class DrafterTrainer:
                 row = self._row(result, time.perf_counter() - loaded.started)
                 if self._due(self.config.trainer.log_every) or self.step == self.total_steps:
                     self._log(row)
-                if self._validation_due() and self.validate is not None:
-                    with loader.quiet():
-                        self.validate(self.engine, self.step)
-                if result.save or result.stop or self._due(self.config.trainer.save_every):
+                new_best = self._validation_due() and self._validate(loader)
+                if new_best or result.save or self._due(self.config.trainer.save_every):
                     self.save()
                 _show(progress, row)
                 release_free_pages()
                 if result.stop and self.step < self.total_steps:
-                    stopped = True
-                    break
-        if not stopped:
-            self.save()
-            if self.validate is not None and not self._validation_due():
-                self.validate(self.engine, self.step)
-        return TrainResult(self.step, self.total_steps, stopped, True, row)
+                    return True, row
+        return False, row
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one. Collective; a failure is raised on every rank."""
+        """Have a checkpoint of this step written, unless there is one. Collective.
+
+        A failure of this write, or with ``trainer.async_save`` of the one before it, is raised on every rank.
+        """
         if self.saved_at == self.step:
             return
-        trainer = self.config.trainer
-        tensors = state.gather(self.engine)
         train_state = checkpoint.TrainState(
             step=self.step, total_steps=self.total_steps, epoch=self.epoch, samples=self.samples,
             skipped_steps=self.skipped_steps, adam_step=state.adam_step(self.engine),
             world_size=distributed.world_size(),
-            zero_stage=effective_stage(self.config.engine.zero_stage, trainer.precision),
+            zero_stage=effective_stage(self.config.engine.zero_stage, self.config.trainer.precision),
             identity=self.identity, tracking_id=self.tracker.id,
+            best_step=self.best.step if self.best else None,
+            best_acceptance=self.best.acceptance if self.best else None,
         )
-        problem: Any = None
-        if tensors is not None:
-            try:
-                saving.save(self.run_dir, tensors, self.packer.shape, train_state, dataclasses.asdict(self.config),
-                            keep_last=trainer.keep_last)
-            except UserError as error:
-                problem = str(error)
-        del tensors
-        problem = distributed.broadcast_object(problem)
-        if problem is not None:
-            raise UserError(problem)
+        self.writer.save(self.engine, self.average, train_state)
         self.saved_at = self.step
+
+    def _validate(self, loader: Loader) -> bool:
+        """Measure on the held-out samples. Returns whether a checkpoint of this step is to be kept as the best."""
+        if self.validate is None:
+            return False
+        with loader.quiet():
+            averaged = () if self.average is None or self._outline is None else (
+                state.averaged_module(self.engine, self.average, self._outline),)
+            acceptance = self.validate(self.engine, self.step, *averaged)
+        if acceptance is None or not self.config.trainer.keep_best or not better(self.best, acceptance):
+            return False
+        self.best = Best(self.step, acceptance)
+        return True
 
     def _start(self, found: Optional[Path]) -> None:
         """Engine, optimizer state and counters: fresh, or as the checkpoint ``found`` has them."""
@@ -137,29 +152,44 @@ class DrafterTrainer:
             saved = checkpoint.read_state(found)
             require_same(saved.identity, self.identity, found)
             checkpoint.load_weights(self._drafter, found)
+        # Rank 0 looks for all: the answer decides on collective saves later.
+        self.best = distributed.broadcast_object(restored(self.run_dir, saved))  # type: ignore[assignment]
         if distributed.is_main():
             saving.remove_partial(self.run_dir)
+            point_to_best(self.run_dir, self.best.step if self.best else None)
         module = TrainingModule(self._drafter, config.objective)
+        decay = config.trainer.ema_decay
+        self._outline = Outline(module, module.shared) if decay is not None else None
         self.engine = initialize(module, config.trainer, config.optimizer, config.engine)
         self.engine.train()
         if torch.cuda.is_available():
             rehearse(self.engine, self.packer)
         prime(self.engine, self.packer.shape)
+        self.average = WeightAverage(self.engine, decay) if decay is not None else None
         if found is not None and saved is not None:
-            state.scatter(self.engine, checkpoint.load_tensors(found))
-            state.set_adam_step(self.engine, saved.adam_step)
-            self.step, self.epoch, self.samples = saved.step, saved.epoch, saved.samples
-            self.skipped_steps = saved.skipped_steps
-            # A checkpoint of another run's folder is where this one starts, not one of its own.
-            self.saved_at = saved.step if found.parent == checkpoint.directory(self.run_dir) else None
-            if saved.total_steps != self.total_steps:
-                logger.warning("the run now spans %d steps instead of %d, and so does its learning rate schedule",
-                               self.total_steps, saved.total_steps)
-            logger.info("resuming from %s: step %d of %d, written by %d ranks at ZeRO stage %d", found, saved.step,
-                        self.total_steps, saved.world_size, saved.zero_stage)
+            self._restore(found, saved)
         for file in (self.metrics, MetricsFile(self.run_dir / VALIDATION)):
             file.truncate(self.step)
         distributed.barrier()
+
+    def _restore(self, found: Path, saved: checkpoint.TrainState) -> None:
+        """Optimizer state, averages and counters of the checkpoint ``found``."""
+        tensors = checkpoint.load_tensors(found)
+        state.scatter(self.engine, tensors, self.average)
+        state.set_adam_step(self.engine, saved.adam_step)
+        if self.average is not None:
+            self.average.updates = saved.adam_step if state.AVERAGES in tensors else 0
+            if state.AVERAGES not in tensors:
+                logger.warning("%s has no averaged weights: the average begins at its weights", found)
+        self.step, self.epoch, self.samples = saved.step, saved.epoch, saved.samples
+        self.skipped_steps = saved.skipped_steps
+        # A checkpoint of another run's folder is where this one starts, not one of its own.
+        self.saved_at = saved.step if found.parent == checkpoint.directory(self.run_dir) else None
+        if saved.total_steps != self.total_steps:
+            logger.warning("the run now spans %d steps instead of %d, and so does its learning rate schedule",
+                           self.total_steps, saved.total_steps)
+        logger.info("resuming from %s: step %d of %d, written by %d ranks at ZeRO stage %d", found, saved.step,
+                    self.total_steps, saved.world_size, saved.zero_stage)
 
     def _windows(self) -> Iterator[Window]:
         """The windows that are left, in order; where they start follows from the step alone."""
@@ -172,6 +202,7 @@ class DrafterTrainer:
             yield self.packer.window(order[position % self.per_epoch], epoch)
 
     def _optimizer_step(self, loaded: LoadedWindow, requests: Requests) -> StepResult:
+        requests.stop |= self.writer.failed  # known to rank 0 only: all ranks learn of it with the step's sums
         rate = self.config.optimizer.lr * self.schedule.factor(self.step)
         try:
             result = optimizer_step(self.engine, loaded, rate, requests)
@@ -185,6 +216,8 @@ class DrafterTrainer:
         self.epoch = loaded.window.epoch
         self.samples += len(loaded.window.indices)
         self.skipped_steps += result.skipped
+        if self.average is not None and not result.skipped:
+            self.average.update()
         self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
         if self.bad_in_a_row >= max(1, self.config.trainer.max_bad_steps):
             raise UserError(
@@ -214,7 +247,8 @@ class DrafterTrainer:
         return every > 0 and self.step % every == 0
 
     def _validation_due(self) -> bool:
-        return self._due(self.config.trainer.validate_every) or self._due(self.config.trainer.decode_every)
+        return self.step == self.total_steps or self._due(self.config.trainer.validate_every) or self._due(
+            self.config.trainer.decode_every)
 
     def _progress(self) -> tqdm:
         return tqdm(total=self.total_steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
