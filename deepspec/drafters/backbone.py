@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspec.drafters.attention import ContextChunk, inject_cached_context, inject_context
+from deepspec.drafters.attention import ContextPlan, inject_cached_context, inject_context
 from deepspec.drafters.precision import exact
 from deepspec.drafters.rope import rotate
 from deepspec.drafters.types import DrafterShape
@@ -50,7 +50,7 @@ class DraftAttention(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim, self.window = shape.head_dim, shape.sliding_window
         query_width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, key_width, bias=False)
@@ -68,29 +68,21 @@ class DraftAttention(nn.Module):
         keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
         return rotate(keys, angles), self.v_proj(states).unflatten(-1, (-1, self.head_dim))
 
-    def forward(
-        self, states: Tensor, context: Tensor, angles: Angles, context_angles: Angles,
-        chunks: tuple[ContextChunk, ...],
-    ) -> Tensor:
-        """Training: ``states`` [N, S, D] of the blocks of a pack with context [T, D]."""
+    def forward(self, states: Tensor, context: Tensor, angles: Angles, plan: ContextPlan) -> Tensor:
+        """Training: ``states`` [N, S, D] of the blocks of a pack with context [T, D]; angles of T + N*S positions."""
         count, slots, _ = states.shape
-        rows = len(context)
+        cos, sin = (part[len(context):].unflatten(0, (count, slots)) for part in angles)
         # One call for both halves: a module used twice in a pass costs ZeRO-3 a second gather.
-        both = torch.cat((context, states.flatten(0, 1)))
-        both_angles = tuple(
-            torch.cat((far, near.flatten(0, 1))) for far, near in zip(context_angles, angles, strict=True)
-        )
-        keys, values = self.keys_values(both, both_angles)
-        attended = inject_context(
-            self.queries(states, angles), keys[:rows], values[:rows],
-            keys[rows:].unflatten(0, (count, slots)), values[rows:].unflatten(0, (count, slots)), chunks,
-        )
+        keys, values = self.keys_values(torch.cat((context, states.flatten(0, 1))), angles)
+        attended = inject_context(self.queries(states, (cos, sin)), keys, values, plan)
         return self.o_proj(attended.flatten(-2))
 
     def draft(self, states: Tensor, angles: Angles, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Drafting: ``states`` [R, S, D] with cached context keys and values [R, C, Hkv, hd]."""
         own_keys, own_values = self.keys_values(states, angles)
-        attended = inject_cached_context(self.queries(states, angles), keys, values, own_keys, own_values, lengths)
+        attended = inject_cached_context(
+            self.queries(states, angles), keys, values, own_keys, own_values, lengths, self.window,
+        )
         return self.o_proj(attended.flatten(-2))
 
 
@@ -118,12 +110,9 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
-        self, states: Tensor, context: Tensor, angles: Angles, context_angles: Angles,
-        chunks: tuple[ContextChunk, ...],
-    ) -> Tensor:
+    def forward(self, states: Tensor, context: Tensor, angles: Angles, plan: ContextPlan) -> Tensor:
         """Training pass over ``states`` [N, S, D]; see ``DraftAttention.forward``."""
-        attended = self.self_attn(self.input_layernorm(states), context, angles, context_angles, chunks)
+        attended = self.self_attn(self.input_layernorm(states), context, angles, plan)
         return self._feed_forward(states + attended)
 
     def draft(self, states: Tensor, angles: Angles, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:

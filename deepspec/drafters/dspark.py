@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspec.data.batch import TrainingBatch
-from deepspec.drafters.attention import plan_context
+from deepspec.drafters.attention import check_backend, choose_backend, plan_context
 from deepspec.drafters.backbone import ContextProjection, DraftLayer, RMSNorm, initialise
 from deepspec.drafters.confidence import ConfidenceHead
 from deepspec.drafters.precision import exact
@@ -30,13 +30,15 @@ class DSparkDrafter(nn.Module):
 
     def __init__(
         self, shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool = False, attention: str = "auto",
     ) -> None:
         super().__init__()
+        check_backend(attention, shared.embed.device)
         self.shape = shape
         self.shared = shared
         self.confidence_detach = confidence_detach  # the confidence loss then trains the confidence head alone
         self.activation_checkpointing = activation_checkpointing
+        self.attention = attention  # auto | chunked | flex
         width = shape.hidden_size
         self.fc = nn.Linear(len(shape.feature_layers) * shape.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
@@ -62,11 +64,14 @@ class DSparkDrafter(nn.Module):
         """Teacher-forced pass over all blocks of a pack; makes no logits. Without blocks all results are empty."""
         blocks, shape = batch.blocks, self.shape
         context = self.project_context(batch.features)
-        context_angles = self._rotary(batch.positions)
-        states, angles = self._block_inputs(blocks.anchor_ids, blocks.anchor_positions)
-        chunks = plan_context(blocks.anchor_rows, blocks.context_starts, shape.block_size * shape.num_heads)
+        states, positions = self._block_inputs(blocks.anchor_ids, blocks.anchor_positions)
+        angles = self._rotary(torch.cat((batch.positions, positions.flatten())))
+        plan = plan_context(
+            blocks.anchor_rows, blocks.context_starts, len(context), slots=shape.block_size, heads=shape.num_heads,
+            window=shape.sliding_window, backend=choose_backend(self.attention, states, shape.head_dim),
+        )
         for layer in self.layers:
-            inputs = (states, context, angles, context_angles, chunks)
+            inputs = (states, context, angles, plan)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 states = checkpoint(layer, *inputs, use_reentrant=False)
             else:
@@ -98,7 +103,8 @@ class DSparkDrafter(nn.Module):
         ``keys`` and ``values`` [L, R, C, Hkv, hd] are those of ``context_kv``, of the tokens strictly before the
         anchor, padded with anything finite; ``context_lengths`` [R] says how many are real.
         """
-        states, angles = self._block_inputs(anchor_ids, anchor_positions)
+        states, positions = self._block_inputs(anchor_ids, anchor_positions)
+        angles = self._rotary(positions)
         for index, layer in enumerate(self.layers):
             states = layer.draft(states, angles, keys[index], values[index], context_lengths)
         return self._predicting(self.norm(states))
@@ -119,14 +125,14 @@ class DSparkDrafter(nn.Module):
             hidden_k, embedded = hidden_k.detach(), None if embedded is None else embedded.detach()
         return self.confidence_head(hidden_k, embedded)
 
-    def _block_inputs(self, anchor_ids: Tensor, anchor_positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Embeddings [N, S, D] of anchor and mask tokens, and the angles of positions p .. p+S-1."""
+    def _block_inputs(self, anchor_ids: Tensor, anchor_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings [N, S, D] of anchor and mask tokens, and their positions p .. p+S-1 [N, S]."""
         slots = torch.arange(self.shape.block_size, device=anchor_ids.device)
         ids = torch.where(slots == 0, anchor_ids[:, None], self.shape.mask_token_id)
         states = functional.embedding(ids, self.shared.embed).to(self.dtype)
         if self.shape.embed_scale != 1.0:
             states = states * self.shape.embed_scale
-        return states, self._rotary(anchor_positions[:, None] + slots)
+        return states, anchor_positions[:, None] + slots
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """Hidden states [.., K, D] of the slots that predict: all, or all but the anchor's."""

@@ -20,8 +20,13 @@ def accumulates_natively(tensor: Tensor) -> bool:
     return tensor.is_cuda and half and "dtype" in torch.ops.aten.bmm.overloads()
 
 
-def exact_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` [b, m, n] of equal dtypes, in their exact dtype."""
+def exact_bmm(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale * left @ right`` [b, m, n] of equal dtypes, in their exact dtype."""
     if accumulates_natively(left):
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(exact(left), exact(right))
+        product = torch.bmm(left, right, out_dtype=torch.float32)
+        return product if scale == 1.0 else product.mul_(scale)
+    left, right = exact(left), exact(right)
+    if scale == 1.0:
+        return torch.bmm(left, right)
+    unread = left.new_empty(1, 1, 1).expand(len(left), left.shape[1], right.shape[2])  # beta = 0 ignores it
+    return torch.baddbmm(unread, left, right, beta=0, alpha=scale)

@@ -33,7 +33,7 @@ def _check_algorithm(name: str) -> None:
 
 def build_drafter(
     shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool = False, attention: str = "auto",
 ) -> DSparkDrafter:
     """A freshly initialised drafter (from torch's global generator) of ``shape`` over the target's shared weights."""
     _check_algorithm(shape.algorithm)
@@ -46,6 +46,7 @@ def build_drafter(
             )
     return _BUILDERS[shape.algorithm](
         shape, shared, confidence_detach=confidence_detach, activation_checkpointing=activation_checkpointing,
+        attention=attention,
     )
 
 
@@ -115,4 +116,5 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
         mask_token_id=target.mask_token_id, feature_layers=tuple(target.feature_layers),
         num_target_layers=spec.num_layers, target_hidden_size=spec.hidden_size, target_model_type=spec.model_type,
         final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
+        sliding_window=drafter.sliding_window,
     )
