@@ -1,0 +1,29 @@
+"""Triton kernels. Triton is imported when one is asked for: a machine without it runs everything else."""
+
+from importlib.util import find_spec
+
+import torch
+
+from deepspec.errors import ConfigError
+
+
+def why_not(device: torch.device) -> str:
+    """Why Triton kernels cannot run on tensors of ``device``, with what to do; empty where they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed. Install it (pip install -c constraints.txt triton)"
+    if device.type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            return ("the tensors are on the CPU, where Triton only interprets its kernels, slowly. Set "
+                    "TRITON_INTERPRET=1 in the environment to have it interpret them")
+    elif device.type != "cuda":
+        return f"the kernels are not compiled for the device type {device.type!r}. Use a CUDA device"
+    return ""
+
+
+def require_kernels(key: str, device: torch.device, instead: str) -> None:
+    """Raise ConfigError where ``key`` asks for Triton on a device that cannot run it; ``instead`` is what to set."""
+    reason = why_not(device)
+    if reason:
+        raise ConfigError(f"{key}=triton cannot be used: {reason}, or set {key}={instead}.")

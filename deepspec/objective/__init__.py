@@ -1,4 +1,4 @@
-"""Training objective: Eqs. 8-12, an eager reference and a chunked implementation of the same numbers."""
+"""Training objective: Eqs. 8-12, an eager reference and the same numbers in chunks, in plain PyTorch or with Triton."""
 
 from deepspec.objective.losses import (
     Denominators,

@@ -15,7 +15,8 @@ from deepspec.data.batch import AnchorBlocks, TrainingBatch
 from deepspec.drafters.precision import exact, exact_dtype
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
 from deepspec.errors import ConfigError
-from deepspec.objective.chunked import LossInputs, plan_slots, slot_losses
+from deepspec.kernels import require_kernels, why_not
+from deepspec.objective.chunked import ChunkedPass, LossInputs, plan_slots, slot_losses
 
 
 def position_weights(draft_length: int, decay: Optional[float]) -> Tensor:
@@ -119,9 +120,9 @@ def _eager(
 
 def _chunked(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, weights: Tensor, scales: tuple[float, float],
-    softcap: Optional[float], by_token: bool, budget: int,
+    softcap: Optional[float], by_token: bool, budget: int, kind: type[ChunkedPass],
 ) -> _TokenTerms:
-    """The same numbers in bounded memory; see chunked.py."""
+    """The same numbers in bounded memory; see chunked.py and, for the other kind of pass, triton_losses.py."""
     blocks, hidden = batch.blocks, output.hidden.flatten(0, 1)
     plan = plan_slots(blocks.mask, blocks.previous_ids, blocks.target_rows, by_token)
     transitions = None if output.transition is None else output.transition.flatten(0, 1)[plan.first_of]
@@ -132,7 +133,7 @@ def _chunked(
         ce_scales=chosen * scales[0], tv_scales=chosen * scales[1], plan=plan, softcap=softcap, budget=budget,
         differentiate=torch.is_grad_enabled() and any(item is not None and item.requires_grad for item in tracked),
     )
-    loss, ce, l1 = slot_losses(*tracked, inputs)
+    loss, ce, l1 = slot_losses(*tracked, inputs, kind)
     rate = torch.zeros(hidden.shape[0], dtype=ce.dtype, device=ce.device)
     rate[plan.slots] = (1.0 - 0.5 * l1).clamp(0.0, 1.0)
     ce_sum, tv_sum = (ce.double() * chosen).sum(), (l1.double() * chosen).sum()
@@ -151,6 +152,17 @@ def _measures(blocks: AnchorBlocks, rate: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _chunked_pass(implementation: str, device: torch.device) -> type[ChunkedPass]:
+    """What ``auto``, ``chunked`` and ``triton`` mean on ``device``. Raises ConfigError for kernels that cannot run."""
+    if implementation == "triton":
+        require_kernels("objective.implementation", device, "chunked")
+    elif implementation == "chunked" or device.type != "cuda" or why_not(device):
+        return ChunkedPass
+    from deepspec.objective.triton_losses import TritonPass  # importing it needs Triton
+
+    return TritonPass
+
+
 def drafter_loss(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, objective: ObjectiveConfig,
     denominators: Denominators, shape: DrafterShape,
@@ -160,9 +172,10 @@ def drafter_loss(
     The loss is this batch's additive share: the shares of a window add up to the weighted mean over the window. A term
     whose denominator is 0 is 0. Everything in ``output`` gets a gradient, exactly zero where nothing depends on it.
     """
-    if objective.implementation not in ("auto", "eager", "chunked"):
+    if objective.implementation not in ("auto", "eager", "chunked", "triton"):
         raise ConfigError(
-            f"objective.implementation={objective.implementation!r} is unknown: use auto, eager or chunked."
+            f"objective.implementation={objective.implementation!r} is unknown: use auto, eager, chunked or "
+            "triton."
         )
     weights = slot_weights(batch.blocks, objective.decay, shape.draft_length)
     scales = (_ratio(objective.ce_weight, denominators.ce), _ratio(objective.tv_weight, denominators.tv))
@@ -170,7 +183,8 @@ def drafter_loss(
     if objective.implementation == "eager":
         terms = _eager(*common)
     else:
-        terms = _chunked(*common, by_token=shape.head == "vanilla", budget=objective.chunk_megabytes << 20)
+        terms = _chunked(*common, by_token=shape.head == "vanilla", budget=objective.chunk_megabytes << 20,
+                         kind=_chunked_pass(objective.implementation, output.hidden.device))
     loss, confidence = terms.loss, torch.zeros((), dtype=torch.float64, device=weights.device)
     if output.confidence_logits is not None:
         term = confidence_loss(output.confidence_logits, terms.rate, weights)
