@@ -124,7 +124,8 @@ def make_plan(config: Config) -> Plan:
     flops = work.stage_flops(config, parameters, workload)
     stages = plan_stages(config)
     states = tuple(
-        memory.state_bytes(parameters.trainable, config.trainer.precision, stage, ranks)
+        memory.state_bytes(parameters.trainable, config.trainer.precision, stage, ranks,
+                           averaged=config.trainer.ema_decay is not None)
         for stage in memory.ZERO_STAGES for ranks in memory.RANK_COUNTS
     )
     return Plan(

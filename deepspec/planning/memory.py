@@ -17,7 +17,7 @@ class StateBytes:
     ranks: int
     parameters: int
     gradients: int
-    optimizer: int  # fp32 masters (bf16 training) and the two Adam moments
+    optimizer: int  # fp32 masters (bf16 training), the two Adam moments, and the averaged weights
 
     @property
     def total(self) -> int:
@@ -41,13 +41,14 @@ class StepBytes:
         return self.frozen + self.target + self.batch + self.activations + self.objective
 
 
-def state_bytes(trainable: int, precision: str, zero_stage: int, ranks: int) -> StateBytes:
+def state_bytes(trainable: int, precision: str, zero_stage: int, ranks: int, averaged: bool = False) -> StateBytes:
     """Model state of one rank: the optimizer is split from ZeRO stage 1, gradients from 2, parameters at 3.
 
     bf16 training keeps 2 B of parameter, 4 B of accumulated gradient, 4 B of master and 8 B of moments per element;
-    fp32 training 4, 4 and 8 B.
+    fp32 training 4, 4 and 8 B. ``averaged`` weights take 4 B more, split like the optimizer's state.
     """
     parameter, gradient, optimizer = (2, 4, 12) if precision == "bf16" else (4, 4, 8)
+    optimizer += 4 * averaged
 
     def share(size: int, from_stage: int) -> int:
         return -(-trainable // ranks) * size if zero_stage >= from_stage else trainable * size

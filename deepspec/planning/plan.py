@@ -63,7 +63,8 @@ def _work(plan: Plan) -> list[str]:
         total = size(load.cache_bytes) if load.prompts is not None else "times the prompts"
         per_token = f"{load.cache_bytes_per_token:,} B per token whose next token is a label"
         lines.append(f"  feature cache {per_token}, {total} in {load.cache_files:,} shards")
-    lines.append(f"  checkpoints {size(load.checkpoint_bytes)}, export {size(load.export_bytes)}")
+    lines.append(f"  checkpoints {size(load.checkpoint_bytes)} ({size(load.one_checkpoint_bytes)} each, and as much host memory "
+                 f"of rank 0 while one is written), export {size(load.export_bytes)}")
     lines.append("  " + ", ".join(f"{stage} {amount:.3g} FLOP" for stage, amount in plan.flops.items()))
     return lines
 

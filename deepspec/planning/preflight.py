@@ -171,9 +171,9 @@ def _checkpoint(config: Config, stages: list[str]) -> None:
         raise InputRefused(f"drafter.init_from={start!r} has no config.json. Give the folder of an exported drafter.")
     chosen = config.export.checkpoint
     if "export" in stages and "train" not in stages and chosen != "latest":
-        if not (paths.run_dir(config) / "checkpoints" / chosen).is_dir():
+        if not (paths.run_dir(config) / "checkpoints" / chosen).exists():
             raise InputRefused(f"export.checkpoint={chosen!r} is not in {paths.run_dir(config) / 'checkpoints'}. Give "
-                               "latest or a step-N that exists.")
+                               "latest or a step-N that exists. (A run has a best one after a validation.)")
 
 
 def _disk(config: Config) -> None:

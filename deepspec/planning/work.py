@@ -29,6 +29,7 @@ class Workload:
     cache_bytes_per_token: int
     cache_bytes: int
     cache_files: int
+    one_checkpoint_bytes: int  # also of rank 0's host memory while one is written in the background
     checkpoint_bytes: int
     export_bytes: int
 
@@ -72,14 +73,16 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     cached = 0
     if config.features.mode == "cached":
         cached = int((prompts or 0) * cache_bytes_per_sample(config, length))
-    state = (2 + 12) if config.trainer.precision == "bf16" else (4 + 8)
+    # fp32 weights, two moments, averages; all that stay, and the new one while it is written.
+    state = 12 if config.trainer.ema_decay is None else 16
+    checkpoints = config.trainer.keep_last + config.trainer.keep_best + 1
     element = 2 if config.export.dtype == "bfloat16" else 4
     return Workload(
         prompts=prompts, prompts_from=source, length=length, samples_per_epoch=samples, steps=steps,
         tokens=int((prompts or 0) * length.tokens), cache_bytes_per_token=cache_bytes_per_token(config),
         cache_bytes=cached,
         cache_files=-(-cached // (config.features.shard_megabytes * 2**20)),
-        checkpoint_bytes=config.trainer.keep_last * parameters.trainable * (state + 2),
+        one_checkpoint_bytes=parameters.trainable * state, checkpoint_bytes=checkpoints * parameters.trainable * state,
         export_bytes=(parameters.trainable + parameters.frozen) * element * len(config.export.formats),
     )
 

@@ -25,7 +25,8 @@ def run(config: Config) -> None:
     directory = run_dir(config)
     records = ConfidenceRecords.load(
         directory / "confidence" / "records.npz", block_length=draft_length(config.drafter),
-        drafter_sha256=drafter_sha256(chosen_checkpoint(config)), sampling_temperature=config.confidence.temperature,
+        drafter_sha256=drafter_sha256(chosen_checkpoint(config), config.export.weights),
+        sampling_temperature=config.confidence.temperature,
     )
     refit_fraction = config.confidence.refit_fraction if config.confidence.refit else 0.0
     result = calibrate(records, config.calibration, refit_fraction=refit_fraction, seed=config.run.seed)

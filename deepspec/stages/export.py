@@ -45,7 +45,7 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     """Everything the export of ``session`` (training.session.load_run) is made of."""
     directory = run_dir(config)
     # The session's drafter computes in the target's dtype; an export starts from the checkpoint's own fp32 weights.
-    drafter = load_drafter(session.checkpoint, session.shared)
+    drafter = load_drafter(session.checkpoint, session.shared, session.weights)
     if drafter.confidence_head is not None:
         load_confidence(directory, drafter, session.drafter_sha256)
     target = session.target

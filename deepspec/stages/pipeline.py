@@ -28,7 +28,9 @@ def _latest_checkpoint(config: Config) -> list[Path]:
     latest = run_dir(config) / "checkpoints" / "latest"
     if not latest.is_file():
         return [latest]
-    return [latest, latest.parent / latest.read_text(encoding="utf-8").strip() / "manifest.json"]
+    best = latest.with_name("best")
+    return [latest, latest.parent / latest.read_text(encoding="utf-8").strip() / "manifest.json"] + (
+        [best] if best.is_file() else [])
 
 
 def outputs(config: Config, stage: str) -> list[Path]:
@@ -70,8 +72,12 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "evaluate": values["evaluate"] | {"files": _benchmark_files(config)},
         "export": values["export"], "report": {"runs": config.runs},
     }
+    if config.trainer.ema_decay is not None:
+        trainer["ema_decay"] = config.trainer.ema_decay
     if config.export.checkpoint != "latest" and stage in _OF_ONE_CHECKPOINT:
         keys[stage] = keys[stage] | {"checkpoint": config.export.checkpoint}
+    if config.export.weights != "trained" and stage in _OF_ONE_CHECKPOINT:
+        keys[stage] = keys[stage] | {"weights": config.export.weights}
     return keys[stage]
 
 

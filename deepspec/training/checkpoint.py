@@ -1,12 +1,13 @@
 """Checkpoints: where they lie, which one a resume means, and how one is read (``saving.py`` writes them).
 
-``checkpoints/step-N/``: ``drafter/`` (config.json, model.safetensors with the trainable tensors in fp32), ``engine/``
-(optimizer moments, fp32), ``state.json`` (where the loop stands and what the run means), ``manifest.json``.
+``checkpoints/step-N/``: ``drafter/`` (config.json, model.safetensors with the trainable tensors in fp32, and
+ema.safetensors with their averages where the run has them), ``engine/`` (optimizer moments, fp32), ``state.json``
+(where the loop stands and what the run means), ``manifest.json``. The files ``latest`` and ``best`` name one each.
 """
 
 import json
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Mapping, Optional
 
@@ -20,14 +21,17 @@ from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
-from deepspec.training.state import MOMENTS
+from deepspec.training.state import AVERAGES, MOMENTS
 
 logger = logging.getLogger(__name__)
 MODEL = "drafter/model.safetensors"
+AVERAGE = "drafter/ema.safetensors"
 CONFIG = "drafter/config.json"
 OPTIMIZER = "engine/optimizer.safetensors"
 STATE = "state.json"
+LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 PRODUCER = "train"
+TRAINED = "trained"  # of export.weights; the other is ema
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight")  # published drafters carry copies
 
 
@@ -45,6 +49,8 @@ class TrainState:
     zero_stage: int
     identity: dict[str, Any]  # what the run means; a resume that differs is refused
     tracking_id: Optional[str] = None
+    best_step: Optional[int] = None  # of the best validation so far, which may be this one
+    best_acceptance: Optional[float] = None
 
 
 def directory(run_dir: Path) -> Path:
@@ -65,16 +71,19 @@ def complete_tags(run_dir: Path) -> list[str]:
 
 def find_latest(run_dir: Path) -> Optional[Path]:
     """The checkpoint ``latest`` names, None when the run has none. Raises InputRefused when it names a missing one."""
-    pointer = directory(run_dir) / "latest"
-    tags = complete_tags(run_dir)
-    if not pointer.is_file():
+    if not (directory(run_dir) / LATEST).is_file():
         # The rename came through but the pointer did not: the newest whole checkpoint is the right one.
+        tags = complete_tags(run_dir)
         return directory(run_dir) / tags[-1] if tags else None
-    name = pointer.read_text(encoding="utf-8").strip()
-    if name not in tags:
+    return _named_by(LATEST, run_dir)
+
+
+def _named_by(pointer: str, run_dir: Path) -> Path:
+    name = (directory(run_dir) / pointer).read_text(encoding="utf-8").strip()
+    if name not in complete_tags(run_dir):
         raise InputRefused(
-            f"{pointer} names {name!r}, which is not a complete checkpoint. {_existing(run_dir)} Write one of these "
-            "names into that file, or start over with trainer.resume=never."
+            f"{directory(run_dir) / pointer} names {name!r}, which is not a complete checkpoint. {_existing(run_dir)} "
+            "Write one of these names into that file, or start over with trainer.resume=never."
         )
     return directory(run_dir) / name
 
@@ -86,6 +95,17 @@ def latest(run_dir: Path) -> Path:
         raise InputRefused(
             f"No checkpoint found in {directory(run_dir)}. Train first: deepspeed launch/train_drafter.py")
     return found
+
+
+def best(run_dir: Path) -> Path:
+    """The checkpoint with the best held-out acceptance. Raises InputRefused when no validation has chosen one."""
+    if not (directory(run_dir) / BEST).is_file():
+        raise InputRefused(
+            f"{directory(run_dir)} has no best checkpoint: the run was trained without held-out samples, before a "
+            f"validation, or with trainer.keep_best=false. {_existing(run_dir)} Name one of these with "
+            "export.checkpoint, use export.checkpoint=latest, or train with trainer.validate_every."
+        )
+    return _named_by(BEST, run_dir)
 
 
 def resolve_resume(resume: str, run_dir: Path) -> Optional[Path]:
@@ -119,11 +139,11 @@ def _existing(run_dir: Path) -> str:
 def read_state(checkpoint_dir: Path) -> TrainState:
     """``state.json`` of a checkpoint. Raises InputRefused when it is missing or lacks a field."""
     values = _read_json(Path(checkpoint_dir) / STATE)
-    missing = [f.name for f in fields(TrainState) if f.name not in values]
+    missing = [f.name for f in fields(TrainState) if f.name not in values and f.default is MISSING]
     if missing:
         raise InputRefused(
             f"{Path(checkpoint_dir) / STATE} lacks {', '.join(missing)}. Resume from another checkpoint.")
-    return TrainState(**{f.name: values[f.name] for f in fields(TrainState)})
+    return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})
 
 
 def read_shape(checkpoint_dir: Path) -> DrafterShape:
@@ -139,10 +159,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def load_tensors(checkpoint_dir: Path) -> dict[str, dict[str, Tensor]]:
-    """Weights and moments by parameter name, fp32 on the CPU, as ``state.gather`` returned them."""
+    """Weights, moments and averages by parameter name, fp32 on the CPU, as ``state.gather`` returned them."""
     moments = _load(Path(checkpoint_dir) / OPTIMIZER)
     state = {key: {name.removeprefix(f"{key}."): value for name, value in moments.items() if name.startswith(f"{key}.")}
              for key in MOMENTS}
+    if (Path(checkpoint_dir) / AVERAGE).is_file():
+        state[AVERAGES] = _load(Path(checkpoint_dir) / AVERAGE)
     return {"weights": _load(Path(checkpoint_dir) / MODEL), **state}
 
 
@@ -198,13 +220,23 @@ def _copy(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> Non
             parameter.data.copy_(tensors[name])
 
 
-def load_drafter(checkpoint_dir: Path, shared: SharedWeights) -> DSparkDrafter:
-    """The trained drafter in eval mode, fp32, on the device of the target's weights."""
+def weights_file(checkpoint_dir: Path, weights: str = TRAINED) -> Path:
+    """The file with the ``trained`` or the averaged (``ema``) weights. Raises InputRefused when there is no average."""
+    path = Path(checkpoint_dir) / (MODEL if weights == TRAINED else AVERAGE)
+    if weights != TRAINED and not path.is_file():
+        raise InputRefused(f"export.weights={weights}, but {checkpoint_dir} has no averaged weights (there is no "
+                           f"{AVERAGE}). Use export.weights=trained, or train with trainer.ema_decay (0.999, say).")
+    return path
+
+
+def load_drafter(checkpoint_dir: Path, shared: SharedWeights, weights: str = TRAINED) -> DSparkDrafter:
+    """The trained (or averaged) drafter in eval mode, fp32, on the device of the target's weights."""
     drafter = build_drafter(read_shape(checkpoint_dir), shared)
-    load_weights(drafter, checkpoint_dir)
+    path = weights_file(checkpoint_dir, weights)
+    _copy(drafter, _load(path), path)
     return drafter.to(shared.embed.device).eval()
 
 
-def drafter_sha256(checkpoint_dir: Path) -> str:
+def drafter_sha256(checkpoint_dir: Path, weights: str = TRAINED) -> str:
     """SHA-256 of the weights' file: what calibration and profiles say they belong to."""
-    return sha256_file(Path(checkpoint_dir) / MODEL)
+    return sha256_file(weights_file(checkpoint_dir, weights))

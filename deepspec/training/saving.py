@@ -15,37 +15,45 @@ from deepspec.artifacts import atomic_write_bytes, atomic_write_json, begin, com
 from deepspec.drafters.config import shape_to_config
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import UserError
-from deepspec.training.checkpoint import CONFIG, MODEL, OPTIMIZER, PRODUCER, STATE, TrainState, complete_tags, directory
-from deepspec.training.state import MOMENTS
+from deepspec.training.checkpoint import (
+    AVERAGE, BEST, CONFIG, LATEST, MODEL, OPTIMIZER, PRODUCER, STATE, TrainState, directory,
+)
+from deepspec.training.retention import discard, leftovers, point_to_best, prune
+from deepspec.training.state import AVERAGES, MOMENTS
 
 logger = logging.getLogger(__name__)
 
 
 def remove_partial(run_dir: Path) -> None:
     """Delete what an interrupted save left behind."""
-    for path in directory(run_dir).glob(".step-*"):
-        logger.warning("removing the unfinished checkpoint %s", path)
-        shutil.rmtree(path, ignore_errors=True)
+    for path in list(leftovers(run_dir)):
+        if path.is_dir():
+            logger.warning("removing the unfinished checkpoint %s", path)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def save(run_dir: Path, tensors: Mapping[str, Mapping[str, Tensor]], shape: DrafterShape, state: TrainState,
          config: Mapping[str, Any], *, keep_last: int) -> Path:
     """Write ``step-N`` from whole tensors (``state.gather``); one process calls this. One retry, then UserError.
 
-    Once the new one is complete and named by ``latest``, older ones beyond ``keep_last`` are deleted, and so are later
-    steps, which belong to a history that was given up.
+    Once the new one is complete and named by ``latest``, older ones beyond ``keep_last`` are deleted except the best,
+    and so are later steps, which belong to a history that was given up.
     """
     final = directory(run_dir) / f"step-{state.step}"
 
     def write() -> None:
         _write(final, tensors, shape, state, config)
-        atomic_write_bytes(directory(run_dir) / "latest", (final.name + "\n").encode())
+        # Before ``latest``: whoever resumes from this checkpoint finds the best that it knows of.
+        point_to_best(run_dir, state.best_step)
+        atomic_write_bytes(final.parent / LATEST, (final.name + "\n").encode())
 
     _with_one_retry(write, final)
-    tags = complete_tags(run_dir)
-    position = tags.index(final.name)
-    for name in tags[:max(0, position + 1 - max(1, keep_last))] + tags[position + 1:]:
-        shutil.rmtree(directory(run_dir) / name, ignore_errors=True)
+    try:
+        prune(run_dir, state.step, keep_last, state.best_step)
+    except OSError as error:
+        logger.warning("an old checkpoint could not be deleted (%s); the new one is complete", error)
     return final
 
 
@@ -84,12 +92,17 @@ def _write(final: Path, tensors: Mapping[str, Mapping[str, Tensor]], shape: Draf
     _save_tensors(work / MODEL, dict(tensors["weights"]))
     moments = {f"{key}.{name}": value for key in MOMENTS for name, value in tensors[key].items()}
     _save_tensors(work / OPTIMIZER, moments)
+    averages = [AVERAGE] if AVERAGES in tensors else []
+    for name in averages:
+        _save_tensors(work / name, dict(tensors[AVERAGES]))
     atomic_write_json(work / STATE, asdict(state))
-    complete(work, manifest, [CONFIG, MODEL, OPTIMIZER, STATE])
+    complete(work, manifest, [CONFIG, MODEL, OPTIMIZER, STATE, *averages])
     if final.exists():
-        # From a history that was given up. The pointer goes first, so that it never names a folder that is not there.
-        (final.parent / "latest").unlink(missing_ok=True)
-        shutil.rmtree(final)
+        # From a history that was given up. Pointers go first, so that none names a folder that is not there.
+        for pointer in (final.parent / LATEST, final.parent / BEST):
+            if pointer.is_file() and pointer.read_text(encoding="utf-8").strip() == final.name:
+                pointer.unlink()
+        discard(final)
     work.rename(final)
     fsync_directory(final.parent)
 

@@ -33,6 +33,7 @@ class RunSession:
     shared: SharedWeights
     drafter_sha256: str
     step: int
+    weights: str = checkpoint.TRAINED  # or ema: which of the checkpoint's weights these are
 
 
 def shared_weights(target: FrozenTarget) -> SharedWeights:
@@ -53,18 +54,20 @@ def load_run(config: Config, *, checkpoint_dir: Optional[Path] = None) -> RunSes
     wanted = shape_from(target.spec, config.target, config.drafter)
     _check(found, shape, wanted, str(saved.identity.get("target_fingerprint")), target.fingerprint)
     shared = shared_weights(target)
-    drafter = checkpoint.load_drafter(found, shared)
+    weights = config.export.weights
+    drafter = checkpoint.load_drafter(found, shared, weights)
     if target.dtype == torch.bfloat16:
         drafter = drafter.to(torch.bfloat16)
     drafter.requires_grad_(False)
-    return RunSession(target, drafter, found, shared, checkpoint.drafter_sha256(found), saved.step)
+    sha256 = checkpoint.drafter_sha256(found, weights)
+    return RunSession(target, drafter, found, shared, sha256, saved.step, weights)
 
 
 def chosen_checkpoint(config: Config) -> Path:
-    """The checkpoint ``export.checkpoint`` names: latest, or step-N of this run."""
+    """The checkpoint ``export.checkpoint`` names: latest, best, or step-N of this run."""
     name = config.export.checkpoint
-    if name == "latest":
-        return checkpoint.latest(run_dir(config))
+    if name in (checkpoint.LATEST, checkpoint.BEST):
+        return (checkpoint.latest if name == checkpoint.LATEST else checkpoint.best)(run_dir(config))
     tags = checkpoint.complete_tags(run_dir(config))
     if name not in tags:
         raise InputRefused(

@@ -7,25 +7,47 @@ unpickled, and the weights on disk are the drafter. Every function here is colle
 from typing import Any, Iterator, Mapping, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspec import distributed
+from deepspec.training.ema import Outline, WeightAverage
 from deepspec.training.engine import named_trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGES = "ema"
 
 
-def gather(engine: Any) -> Optional[dict[str, dict[str, Tensor]]]:
-    """``{"weights" | moment: {name: fp32 CPU tensor}}`` on rank 0, None on the others."""
-    state: dict[str, dict[str, Tensor]] = {key: {} for key in ("weights", *MOMENTS)}
-    for name, parameter in named_trainable(engine):
-        for key, kept in state.items():
-            full = _read(engine, parameter, None if key == "weights" else key)
-            if distributed.rank() == 0:
-                # A copy: the optimizer goes on writing into the same storage.
-                kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
-            del full
+def gather(engine: Any, average: Optional[WeightAverage] = None) -> Optional[dict[str, dict[str, Tensor]]]:
+    """``{"weights" | moment | "ema": {name: fp32 CPU tensor}}`` on rank 0, None on the others.
+
+    Nothing that training does later shows in the result.
+    """
+    state = {"weights": _collect(engine, None), **{key: _collect(engine, key) for key in MOMENTS}}
+    if average is not None:
+        with average.as_masters():
+            state[AVERAGES] = _collect(engine, None)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return state if distributed.rank() == 0 else None
+
+
+def _collect(engine: Any, key: Optional[str]) -> dict[str, Tensor]:
+    shares_memory = engine.zero_optimization_stage() == 0  # elsewhere DeepSpeed has put the parts into a new tensor
+    kept = {}
+    for name, parameter in named_trainable(engine):
+        full = _read(engine, parameter, key).detach()
+        if distributed.rank() == 0:
+            kept[name] = _on_cpu(full, shares_memory)
+        del full
+    return kept
+
+
+def _on_cpu(full: Tensor, copy: bool) -> Tensor:
+    """fp32 on the CPU. From a GPU into pinned memory, which is many times faster; the copy may still be under way."""
+    if full.is_cuda:
+        pinned = torch.empty(full.shape, dtype=torch.float32, pin_memory=True)
+        return pinned.copy_(full, non_blocking=True)
+    return full.to(torch.float32, copy=copy).contiguous()
 
 
 def each_weight(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -34,11 +56,27 @@ def each_weight(engine: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, _read(engine, parameter, None)
 
 
-def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Set masters and moments of a primed engine (``adam_step`` exists) from what ``gather`` returned."""
+def averaged_module(engine: Any, average: WeightAverage, outline: Outline) -> nn.Module:
+    """The engine's module (``outline`` of it) with the averages, in the engine's dtype, whole on every rank."""
+    dtype = next(engine.module.parameters()).dtype
+    with average.as_masters():
+        weights = {f"drafter.{name}": full.detach().to(dtype, copy=True) for name, full in each_weight(engine)}
+    return outline.filled(weights)
+
+
+def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]], average: Optional[WeightAverage] = None) -> None:
+    """Set masters and moments of a primed engine (``adam_step`` exists) from what ``gather`` returned, and ``average``
+    where there is one to set and one to set it from."""
     for name, parameter in named_trainable(engine):
-        for key, values in state.items():
-            _write(engine, parameter, None if key == "weights" else key, values[name])
+        for key in ("weights", *MOMENTS):
+            _write(engine, parameter, None if key == "weights" else key, state[key][name])
+    if average is None:
+        return
+    average.restart()
+    if AVERAGES in state:
+        with average.as_masters():
+            for name, parameter in named_trainable(engine):
+                _write(engine, parameter, None, state[AVERAGES][name])
 
 
 def link_optimizer_state(engine: Any) -> None:

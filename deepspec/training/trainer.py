@@ -153,7 +153,7 @@ class DrafterTrainer:
             require_same(saved.identity, self.identity, found)
             checkpoint.load_weights(self._drafter, found)
         # Rank 0 looks for all: the answer decides on collective saves later.
-        self.best = distributed.broadcast_object(restored(self.run_dir, saved))  # type: ignore[assignment]
+        self.best = distributed.broadcast_object(restored(self.run_dir, found, saved))  # type: ignore[assignment]
         if distributed.is_main():
             saving.remove_partial(self.run_dir)
             point_to_best(self.run_dir, self.best.step if self.best else None)

@@ -33,7 +33,7 @@ def stage(monkeypatch):
     session = RunSession(target, drafter, Path("step-1"), drafter.shared, SHA, 1)
     monkeypatch.setattr(confidence, "load_run", lambda config: session)
     monkeypatch.setattr(calibrate, "chosen_checkpoint", lambda config: Path("step-1"))
-    monkeypatch.setattr(calibrate, "drafter_sha256", lambda checkpoint: SHA)
+    monkeypatch.setattr(calibrate, "drafter_sha256", lambda checkpoint, weights: SHA)
     monkeypatch.setattr(confidence, "read_head", lambda path: weights)
     return types.SimpleNamespace(confidence=confidence, calibrate=calibrate, drafter=drafter, session=session,
                                  weights=weights)
