@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspec.drafters.precision import accumulates_natively, exact_dtype
+from deepspec.objective.rows import over_rows, workers_of
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
 SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
@@ -168,7 +169,8 @@ class ChunkedPass:
         if not parts:
             return
         workspace = self._buffer(max(sum(part) for part in parts))
-        scratch = self._buffer(self.scratch_rows(max(part[0] for part in parts)))
+        largest = max(part[0] for part in parts)
+        scratch = self._buffer(self.scratch_rows(largest) * workers_of(self.hidden.device))
         for (slots, rows, groups), part in zip(self.chunks, parts, strict=True):
             draft, target, bias, slope = workspace[:sum(part)].split(part)
             self._logits(slots, rows, groups, workspace[:part[0] + part[1]], target, bias, slope)
@@ -195,7 +197,7 @@ class ChunkedPass:
             _project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
 
     def scratch_rows(self, most: int) -> int:
-        """Rows of the scratch buffer of ``elementwise``; ``most`` is the largest number of slots in a chunk."""
+        """Rows, at most ``most``, that a worker of the element-wise part has in hand at a time."""
         tile = TILE_BYTES.get(self.hidden.device.type, 1 << 28) // (self.vocab * self.ce.element_size())
         return min(most, max(1, tile))
 
@@ -208,8 +210,12 @@ class ChunkedPass:
 
     def targets(self, target: Tensor) -> None:
         """Turn the target's logits of a chunk into minus their probabilities, in place."""
-        target.sub_(target.amax(dim=-1, keepdim=True)).exp_()
-        target.div_(target.sum(dim=-1, keepdim=True).neg_())
+        def softmax(rows: slice, worker: int) -> None:
+            one = target[rows]
+            one.sub_(one.amax(dim=-1, keepdim=True)).exp_()
+            one.div_(one.sum(dim=-1, keepdim=True).neg_())
+
+        over_rows(len(target), self.scratch_rows(len(target)), target.device, softmax)
 
     def elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
         """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted.
@@ -221,10 +227,11 @@ class ChunkedPass:
         rows = plan.row_of[slots] - plan.row_of[slots.start]
         groups = plan.group_of[slots] - plan.group_of[slots.start]
         labels = inputs.labels[slots]
-        for first in range(0, len(draft), len(scratch)):
-            part = slice(first, min(first + len(scratch), len(draft)))
+        tile = self.scratch_rows(len(draft))
+
+        def losses(part: slice, worker: int) -> None:
             whole = slice(slots.start + part.start, slots.start + part.stop)
-            exps, work = draft[part], scratch[:part.stop - part.start]
+            exps, work = draft[part], scratch[worker * tile:][:part.stop - part.start]
             if len(bias):
                 _add_rows(bias, groups[part], exps, None, exps, work)
             top, chosen = exps.amax(dim=-1), exps.gather(1, labels[part, None]).squeeze(1)
@@ -236,6 +243,8 @@ class ChunkedPass:
                 ce, tv = inputs.ce_scales[whole], 2.0 * inputs.tv_scales[whole]
                 mass = torch.bmm(exps[:, None], work.sign_()[:, :, None]).flatten() / total
                 exps.mul_(work.mul_((tv / total)[:, None]).add_(((ce - tv * mass) / total)[:, None]))
+
+        over_rows(len(draft), tile, draft.device, losses)
         if inputs.differentiate:
             at_label = (torch.arange(len(draft), device=draft.device), labels)
             draft[at_label] = draft[at_label] - inputs.ce_scales[slots]

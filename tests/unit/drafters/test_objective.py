@@ -319,4 +319,4 @@ def test_memory_is_bounded_by_the_chunk_not_by_the_anchors(head: str, monkeypatc
     for count in (10, 60):
         taken.clear()
         run(of, case(of, count), "chunked", chunk_megabytes=2)
-        assert sum(taken) <= (2 << 20) + chunked.TILE_BYTES["cpu"]
+        assert sum(taken) <= (2 << 20) + chunked.TILE_BYTES["cpu"] * torch.get_num_threads()
