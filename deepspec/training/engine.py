@@ -51,8 +51,8 @@ class GuardedAdamW(torch.optim.AdamW):
 def accumulation_steps(trainer: TrainerConfig, world: int) -> int:
     """Micro-steps of a full window. Raises ConfigError when the global batch does not divide.
 
-    With packing a window has as many as its packs, at most one per sample. At least 2 are announced, because DeepSpeed
-    takes short cuts when it is told 1.
+    With packing a window has as many as its packs, at most one per sample. At least 2 are announced, because to
+    DeepSpeed 1 means that nothing is ever accumulated (stage_1_and_2.py: set_norm_for_param_grad).
     """
     if trainer.pack_tokens is not None:
         return max(2, -(-trainer.global_batch_size // world))

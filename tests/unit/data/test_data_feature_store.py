@@ -76,6 +76,27 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, codec: str, dtype: tor
         assert not read.last_hidden[others].any()
 
 
+def test_loss_masks_come_without_the_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = items()
+    found = store(tmp_path, samples)
+    monkeypatch.setattr(FeatureStore, "read", lambda *_: pytest.fail("the whole record was read"))
+    for index, item in enumerate(samples):
+        assert torch.equal(found.loss_mask(index), item.sample.loss_mask)
+        assert found.records[index].label_rows == len(valid_anchors(item.sample.loss_mask))
+
+
+def test_a_damaged_loss_mask_is_found(tmp_path: Path) -> None:
+    found = store(tmp_path, items())
+    record = found.records[2]
+    offset = record.offset + found.header.layout(record.tokens, record.label_rows).mask.offset
+    found._maps.clear()
+    with open(tmp_path / f"{record.shard}.bin", "r+b") as handle:
+        handle.seek(offset)
+        handle.write(b"\1\1")
+    with pytest.raises(InputRefused, match="loss mask of sample 's2' differs.*repair"):
+        found.loss_mask(2)
+
+
 def test_int8_survives_channels_that_tower_over_the_rest() -> None:
     values = torch.randn(50, 576)
     values[:, 7] *= 1000

@@ -59,6 +59,16 @@ def test_cached_and_online_agree(tmp_path: Path, target: FrozenTarget, codec: st
             assert float((left - right).abs().max() / right.abs().max()) <= error
 
 
+def test_documents_say_what_the_samples_do(tmp_path: Path, target: FrozenTarget) -> None:
+    cached, online = CachedFeatures(cache(tmp_path, target)), OnlineFeatures(target, documents())
+    assert len(cached.documents) == len(online.documents) == 4
+    for index in (3, 0):
+        one, two = cached.documents[index], online.documents[index]
+        assert (one.sample_id, one.domain, len(one.input_ids)) == (two.sample_id, two.domain, len(two.input_ids))
+        assert torch.equal(one.loss_mask, two.loss_mask)
+        assert cached.samples[index].anchors == len(valid_anchors(one.loss_mask))
+
+
 def test_features_are_the_outputs_of_the_layers(target: FrozenTarget) -> None:
     (item,) = encode_samples(target, documents()[:1])
     logits = target.logits(item.last_hidden)
