@@ -8,7 +8,7 @@ log-sum-exp, so only the inputs, the output and N*S*Hq numbers are kept.
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -114,6 +114,23 @@ def _work(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if accumulates_natively(tensors[0]) else tuple(exact(tensor) for tensor in tensors)
 
 
+def _gradients(
+    queries: Sequence[Tensor], key: Tensor, value: Tensor, bounds: Bounds, chunk: Optional[Chunk] = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values [b, L, hd].
+
+    ``queries`` are those [b, m, hd], the output's gradient [b, m, hd], the log-sum-exp and the mean of d P [b, m, 1].
+    """
+    query, grad, lse, mean = queries
+    scale = query.shape[-1]**-0.5
+    probs = exact_bmm(query, key.transpose(1, 2), scale).sub_(lse).exp_()
+    if chunk is not None:
+        _hide(probs, bounds, chunk, 0.0)  # after exp: a hidden score may overflow
+    scores = exact_bmm(grad, value.transpose(1, 2)).sub_(mean).mul_(probs).to(query.dtype)
+    to_values = exact_bmm(probs.to(grad.dtype).transpose(1, 2), grad)
+    return exact_bmm(scores, key, scale), exact_bmm(scores.transpose(1, 2), query, scale), to_values
+
+
 class _ChunkedAttention(torch.autograd.Function):
     """Blocks in the order of their anchors; see ``chunked_attention``."""
 
@@ -158,33 +175,19 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_values = torch.zeros_like(grad_keys)
         whole = [part.flatten(0, 1) for part in (query, grad, lse, mean)]
         own = [_own(part[rows:], slots) for part in (key, value, grad_keys, grad_values)]
-        found = _gradients(*whole, own[0].flatten(0, 1), own[1].flatten(0, 1))
+        found = _gradients(whole, own[0].flatten(0, 1), own[1].flatten(0, 1), plan.bounds)
         for place, part in zip((grad_query, *own[2:]), found, strict=True):
             place.copy_(part.view(place.shape))
         for chunk in plan.chunks:
             blocks, span = slice(chunk.begin, chunk.end), slice(chunk.start, chunk.stop)
             parts = [part[:, blocks].flatten(1, 2) for part in (query, grad, lse, mean)]
-            pair = [part[span].transpose(0, 1) for part in (key, value)]
-            to_query, to_keys, to_values = _gradients(*parts, *pair, plan.bounds, chunk)
+            seen, its_values = key[span].transpose(0, 1), value[span].transpose(0, 1)
+            to_query, to_keys, to_values = _gradients(parts, seen, its_values, plan.bounds, chunk)
             grad_query[:, blocks] += to_query.view(grad_query[:, blocks].shape)
             grad_keys[span] += to_keys.transpose(0, 1)
             grad_values[span] += to_values.transpose(0, 1)
         return (_by_block(grad_query, slots).to(queries.dtype), grad_keys.to(keys.dtype),
                 grad_values.to(values.dtype), None, None)
-
-
-def _gradients(
-    query: Tensor, grad: Tensor, lse: Tensor, mean: Tensor, key: Tensor, value: Tensor,
-    bounds: Optional[Bounds] = None, chunk: Optional[Chunk] = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of one batch [b, m, hd] x [b, L, hd]; lse and mean [b, m, 1]."""
-    scale = query.shape[-1]**-0.5
-    probs = exact_bmm(query, key.transpose(1, 2), scale).sub_(lse).exp_()
-    if bounds is not None and chunk is not None:
-        _hide(probs, bounds, chunk, 0.0)  # after exp: a hidden score may overflow
-    scores = exact_bmm(grad, value.transpose(1, 2)).sub_(mean).mul_(probs).to(query.dtype)
-    to_values = exact_bmm(probs.to(grad.dtype).transpose(1, 2), grad)
-    return exact_bmm(scores, key, scale), exact_bmm(scores.transpose(1, 2), query, scale), to_values
 
 
 def chunked_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan, context_rows: int) -> Tensor:

@@ -80,7 +80,8 @@ def _fused() -> Callable[..., Any]:
 
 def flex_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: FlexPlan) -> Tensor:
     """As ``chunked_attention``: queries [N, S, Hq, hd], keys and values [T + N*S, Hkv, hd] to [N, S, Hq, hd]."""
-    attend = _fused() if queries.is_cuda and not torch.compiler.is_compiling() else flex.flex_attention
+    fused = queries.is_cuda and not torch.compiler.is_compiling()
+    attend: Any = _fused() if fused else flex.flex_attention
     query, key, value = (part.transpose(0, 1)[None] for part in (queries.flatten(0, 1), keys, values))
     attended = attend(query, key, value, block_mask=plan.mask, enable_gqa=queries.shape[2] != keys.shape[1])
     return attended[0].transpose(0, 1).reshape(queries.shape)

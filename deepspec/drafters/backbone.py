@@ -11,26 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspec.drafters.attention import ContextPlan, inject_cached_context, inject_context
-from deepspec.drafters.precision import exact
+from deepspec.drafters.norm import RMSNorm
 from deepspec.drafters.rope import rotate
 from deepspec.drafters.types import DrafterShape
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of RotaryTable
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, statistics in float32 at least."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        """[..., width] in, the same shape and dtype out."""
-        wide = exact(states)
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(states.dtype)
 
 
 @dataclass(frozen=True)

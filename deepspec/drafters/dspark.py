@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspec.data.batch import TrainingBatch
 from deepspec.drafters.attention import check_backend, choose_backend, plan_context
-from deepspec.drafters.backbone import ContextProjection, DraftLayer, RMSNorm, initialise
+from deepspec.drafters.backbone import ContextProjection, DraftLayer, initialise
 from deepspec.drafters.confidence import ConfidenceHead
+from deepspec.drafters.norm import RMSNorm
 from deepspec.drafters.precision import exact
 from deepspec.drafters.rope import RotaryTable
 from deepspec.drafters.sequential import MarkovHead, build_head

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from deepspec.drafters.precision import exact
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import ConfigError
 
@@ -57,8 +59,35 @@ class RotaryTable:
         return phase.cos() * self._factor, phase.sin() * self._factor
 
 
+def _turn(states: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
+    """``states`` turned by ``sign`` times the angles, whose second half repeats the first."""
+    wide = exact(states)
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)[..., :states.shape[-1] // 2]
+    turned = wide * cos
+    (left, right), (first, second) = turned.chunk(2, dim=-1), wide.chunk(2, dim=-1)
+    left.addcmul_(second, sin, value=-sign)
+    right.addcmul_(first, sin, value=sign)
+    return turned.to(states.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps the tables alone; the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(states, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad, *ctx.saved_tensors, sign=-1.0), None, None
+
+
 def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn ``states`` [..., heads, hd] by the angles of ``table``, in float32 at least; returned in their dtype."""
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(states, *table)
     cos, sin = table
     first, second = states.chunk(2, dim=-1)
     return (states * cos + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
