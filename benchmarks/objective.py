@@ -2,16 +2,19 @@
 
     PYTHONPATH=. python benchmarks/objective.py [name=value ...]
 
-Names: vocab, width, rank, slots, tokens, megabytes, threads, repeats, ids (random or text), eager (1 or 0).
+Names: vocab, width, rank, slots, tokens, megabytes, threads, repeats, ids (random or text), eager (1, 0, or 2: only
+where its logits fit into the free memory), limit_gigabytes (of data the process may hold, 0 = none), grid (1: anchors
+64 to 512 and vocabularies 32,000 to 151,936 instead of one case).
 
-Prints one JSON line. ``floor_seconds`` is what the unavoidable products take at the matmul rate measured here: base
-logits and their gradient by the hidden states for every slot, target logits for every distinct row, bias and its two
-gradients for every distinct previous token. Memory is the growth of the peak resident set during the pass.
+Prints one JSON line per case. ``floor_seconds`` is what the unavoidable products take at the matmul rate measured
+here: base logits and their gradient by the hidden states for every slot, target logits for every distinct row, bias
+and its two gradients for every distinct previous token. Memory is the growth of the peak resident set during the pass.
 """
 
 import json
 import os
 import platform
+import resource
 import sys
 import threading
 import time
@@ -31,9 +34,11 @@ from deepspec.objective import drafter_loss, window_weights  # noqa: E402
 
 DEFAULTS = {
     "vocab": 49152, "width": 576, "rank": 256, "slots": 3584, "tokens": 1024, "megabytes": 256, "threads": 2,
-    "eager": 1, "repeats": 3,
+    "eager": 1, "repeats": 3, "limit_gigabytes": 0, "grid": 0,
 }
 LENGTH = 7
+GRID = [(anchors, vocab) for vocab in (32000, 65536, 151936) for anchors in (64, 128, 256, 512)]
+EAGER_COPIES = 10  # of the fp32 logits, that the eager path has at its peak
 
 
 class PeakMemory:
@@ -131,6 +136,24 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"benchmarks/objective.py: unknown {', '.join(sorted(unknown))}; there are ids, {', '.join(DEFAULTS)}")
     options = {**DEFAULTS, **{name: int(value) for name, value in given.items()}}
     torch.set_num_threads(options["threads"])
+    if options["limit_gigabytes"]:
+        limit = options["limit_gigabytes"] << 30
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    cases = [{"slots": anchors * LENGTH, "vocab": vocab} for anchors, vocab in GRID] if options["grid"] else [{}]
+    for changes in cases:
+        sys.stdout.write(json.dumps(measure(options | changes, ids)) + "\n")
+        sys.stdout.flush()
+
+
+def eager_fits(options: dict[str, int]) -> bool:
+    """Whether the eager path is asked for and, for eager=2, fits into the free memory."""
+    if options["eager"] < 2:
+        return bool(options["eager"])
+    return EAGER_COPIES * 4 * options["slots"] * options["vocab"] < psutil.virtual_memory().available
+
+
+def measure(options: dict[str, int], ids: str) -> dict[str, object]:
+    """One case: times, memory and the matmul rate, in turns."""
     output, batch, shared, shape = case(options, ids)
 
     def step(implementation: str) -> Callable[[], None]:
@@ -156,13 +179,13 @@ def main(arguments: list[str]) -> None:
         "chunked_seconds": round(chunked, 3), "chunked_over_floor": round(chunked * rate / flop, 3),
         "chunked_gflops": round(flop / chunked / 1e9, 1), "chunked_extra_megabytes": round(chunked_memory),
     }
-    if options["eager"]:
+    if eager_fits(options):
         eager, eager_memory = timed(step("eager"), 2)
         result.update(
             eager_seconds=round(eager, 3), eager_extra_megabytes=round(eager_memory),
             eager_over_chunked=round(eager / chunked, 3),
         )
-    sys.stdout.write(json.dumps(result) + "\n")
+    return result
 
 
 if __name__ == "__main__":

@@ -79,8 +79,11 @@ def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]
 def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """``out`` [m, V] = (or +=) ``rows`` [m, d] @ ``weight`` [V, d]^T, in out's dtype."""
     if accumulates_natively(weight):
-        product = torch.mm(rows.to(weight.dtype), weight.t(), out_dtype=out.dtype)
-        out.add_(product) if accumulate else out.copy_(product)
+        rows = rows.to(weight.dtype)
+        if accumulate:
+            torch.addmm(out, rows, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
         return
     rows = rows.to(out.dtype)
     for columns, slab in _slabs(weight, out.dtype):
@@ -265,6 +268,11 @@ class ChunkedPass:
         self.grad_hidden[plan.slots[slots]] = _pull_back(draft, self.inputs.lm_head)
 
 
+def _weighted(losses: Tensor, scales: Tensor) -> Tensor:
+    """Weighted sum in float64; a slot of weight 0 counts for nothing, whatever its loss is."""
+    return torch.where(scales == 0, 0.0, losses.double() * scales).sum()
+
+
 class _SlotLoss(torch.autograd.Function):
     """Scalar loss with the gradients made in the forward pass."""
 
@@ -275,7 +283,7 @@ class _SlotLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = kind(hidden, transitions, factor, inputs)
         work.run()
-        loss = (work.ce.double() * inputs.ce_scales + work.l1.double() * inputs.tv_scales).sum().to(work.exact)
+        loss = (_weighted(work.ce, inputs.ce_scales) + _weighted(work.l1, inputs.tv_scales)).to(work.exact)
         pairs = zip((work.grad_hidden, work.grad_transitions, work.grad_factor), (hidden, transitions, factor))
         ctx.save_for_backward(*(None if grad is None else grad.to(like.dtype) for grad, like in pairs))
         ctx.mark_non_differentiable(work.ce, work.l1)
