@@ -130,7 +130,7 @@ def make_plan(config: Config) -> Plan:
     )
     return Plan(
         run=config.run.name, target=config.target.name, parameters=parameters, states=states,
-        step=memory.step_bytes(config, parameters, int(workload.length.tokens)), workload=workload, flops=flops,
+        step=memory.step_bytes(config, parameters, workload.packs), workload=workload, flops=flops,
         hours=accelerator_hours(flops),
         ranks=int(os.environ.get("WORLD_SIZE", "1")), zero_stage=config.engine.zero_stage, stages=stages,
         disks=needed_disk(config, workload, stages),

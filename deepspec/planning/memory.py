@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from deepspec.config.schema import Config, draft_length
+from deepspec.planning.packs import PackPlan
 from deepspec.planning.sizes import ParameterCount
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -31,7 +32,7 @@ class StepBytes:
 
     frozen: int  # the target's embedding and LM head
     target: int  # the whole target, for online features and real decoding
-    batch: int  # features and last hidden states of one micro-batch
+    batch: int  # features and last hidden states of the pack at work and of those made ahead
     activations: int  # what the backward pass keeps
     objective: int  # one chunk of logits and the gradient of the block states
 
@@ -73,20 +74,19 @@ def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int
     return (layers + ends) * width
 
 
-def step_bytes(config: Config, parameters: ParameterCount, tokens_per_sample: int) -> StepBytes:
-    """Everything of one rank besides model state, for a micro-batch of samples of the expected length."""
+def step_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> StepBytes:
+    """Everything of one rank besides model state, for its largest pack."""
     width = 2 if config.trainer.precision == "bf16" else 4
     hidden, taps = config.target.shape.hidden_size, len(config.target.feature_layers)
-    tokens = config.trainer.micro_batch_size * tokens_per_sample
-    anchors = min(config.trainer.num_anchors, tokens_per_sample) * config.trainer.micro_batch_size
-    slots = anchors * config.drafter.block_size
+    slots = packs.anchors * config.drafter.block_size
+    ahead = config.data.num_workers + 1 if config.data.num_workers else 0
     target_width = 2 if config.target.dtype == "bfloat16" else 4
     whole = config.features.mode == "online" or config.trainer.decode_every > 0
     online = parameters.target * target_width if whole else 0
     chunk = config.objective.chunk_megabytes * 2**20
-    states = anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)
+    states = packs.anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)
     return StepBytes(
         frozen=0 if online else parameters.frozen * target_width, target=online,
-        batch=tokens * (taps + 1) * hidden * width,
-        activations=activation_bytes(config, tokens, slots, width), objective=chunk + states,
+        batch=(1 + ahead) * packs.tokens * (taps + 1) * hidden * width,
+        activations=activation_bytes(config, packs.tokens, slots, width), objective=chunk + states,
     )

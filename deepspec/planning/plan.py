@@ -58,13 +58,14 @@ def _work(plan: Plan) -> list[str]:
         f"  prompts {prompts} ({load.prompts_from}); {load.length.tokens:,.0f} tokens per sample, "
         f"{load.length.answer:,.0f} of them generated ({load.length.source}); "
         f"{load.samples_per_epoch:,} training samples; {load.steps:,} optimizer steps",
+        f"  {load.packs.text}",
     ]
     if load.cache_bytes or load.prompts is None:
         total = size(load.cache_bytes) if load.prompts is not None else "times the prompts"
         per_token = f"{load.cache_bytes_per_token:,} B per token whose next token is a label"
         lines.append(f"  feature cache {per_token}, {total} in {load.cache_files:,} shards")
-    lines.append(f"  checkpoints {size(load.checkpoint_bytes)} ({size(load.one_checkpoint_bytes)} each, and as much host memory "
-                 f"of rank 0 while one is written), export {size(load.export_bytes)}")
+    lines.append(f"  checkpoints {size(load.checkpoint_bytes)} ({size(load.one_checkpoint_bytes)} each, and as much "
+                 f"host memory of rank 0 while one is written), export {size(load.export_bytes)}")
     lines.append("  " + ", ".join(f"{stage} {amount:.3g} FLOP" for stage, amount in plan.flops.items()))
     return lines
 

@@ -7,6 +7,7 @@ from typing import Optional
 
 from deepspec.config import paths
 from deepspec.config.schema import Config, draft_length
+from deepspec.planning.packs import PackPlan, plan_packs
 from deepspec.planning.samples import SampleLength, cache_bytes_per_sample, cache_bytes_per_token, expected_length
 from deepspec.planning.sizes import ParameterCount
 
@@ -25,6 +26,7 @@ class Workload:
     length: SampleLength
     samples_per_epoch: int
     steps: int
+    packs: PackPlan
     tokens: int  # of all samples once
     cache_bytes_per_token: int
     cache_bytes: int
@@ -79,6 +81,7 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     element = 2 if config.export.dtype == "bfloat16" else 4
     return Workload(
         prompts=prompts, prompts_from=source, length=length, samples_per_epoch=samples, steps=steps,
+        packs=plan_packs(config, length),
         tokens=int((prompts or 0) * length.tokens), cache_bytes_per_token=cache_bytes_per_token(config),
         cache_bytes=cached,
         cache_files=-(-cached // (config.features.shard_megabytes * 2**20)),
@@ -105,6 +108,14 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
     return context + backbone + objective + online
 
 
+def padding_flops(config: Config, parameters: ParameterCount, packs: PackPlan) -> float:
+    """Forward and backward of the padding of one optimizer step; its blocks see no context and have no label."""
+    keys = config.target.shape.num_kv_heads * config.target.shape.head_dim
+    context = parameters.fc + config.drafter.num_layers * 2 * keys * config.target.shape.hidden_size
+    slots = packs.padding_anchors * config.drafter.block_size
+    return 6.0 * (packs.padding_tokens * context + slots * parameters.layers)
+
+
 def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> dict[str, float]:
     """FLOPs of the three heavy stages."""
     samples = work.steps * config.trainer.global_batch_size
@@ -113,6 +124,7 @@ def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> d
     if config.features.mode == "cached":
         flops["features"] = once * work.tokens
     flops["train"] = samples * train_flops_per_sample(config, parameters, work.length)
+    flops["train"] += work.steps * padding_flops(config, parameters, work.packs)
     return flops
 
 

@@ -110,6 +110,40 @@ def test_steps_follow_epochs_and_limit(qwen3_4b: Config) -> None:
     assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).steps == 100
 
 
+def test_packs_decide_memory_and_time(qwen3_4b: Config) -> None:
+    counts, trainer = count_parameters(qwen3_4b), qwen3_4b.trainer
+    trainer.num_anchors, trainer.global_batch_size = 128, 512
+    single = work.workload(qwen3_4b, counts)
+    assert (single.packs.tokens, single.packs.anchors, single.packs.per_step) == (950, 128, 512)
+    trainer.pack_tokens = 8192
+    packed = work.workload(qwen3_4b, counts)
+    # 8192 / 950 samples go together; 512 of them need 60 packs
+    assert (packed.packs.tokens, packed.packs.anchors, packed.packs.per_step) == (8192, 1103, 60)
+    one, many = (memory.step_bytes(qwen3_4b, counts, load.packs) for load in (single, packed))
+    assert many.batch / one.batch == pytest.approx(8192 / 950) and many.activations > 8 * one.activations
+    assert work.stage_flops(qwen3_4b, counts, packed) == work.stage_flops(qwen3_4b, counts, single)
+    trainer.pack_anchors = 512  # now the blocks close a pack: 4 samples each
+    closed = work.workload(qwen3_4b, counts).packs
+    assert (closed.tokens, closed.anchors, closed.per_step) == (8192, 512, 128)
+    trainer.pad_packs = True
+    padded = work.workload(qwen3_4b, counts)
+    assert padded.packs.padding_tokens == 128 * 8192 - 512 * 950 and padded.packs.padding_anchors == 0
+    grown = work.stage_flops(qwen3_4b, counts, padded)["train"] / work.stage_flops(qwen3_4b, counts, packed)["train"]
+    assert 1.0 < grown < 1.3
+    assert padded.packs.text == "128 packs per rank and step, up to 8,192 tokens and 512 blocks each"
+
+
+def test_ranks_share_the_packs(qwen3_4b: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    qwen3_4b.trainer.pack_tokens = 4096
+    assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).packs.per_step == 15
+    qwen3_4b.data.num_workers = 2  # two packs wait and one is being made, beside the one at work
+    counts, load = count_parameters(qwen3_4b), work.workload(qwen3_4b, count_parameters(qwen3_4b))
+    ahead = memory.step_bytes(qwen3_4b, counts, load.packs).batch
+    qwen3_4b.data.num_workers = 0
+    assert ahead == 4 * memory.step_bytes(qwen3_4b, counts, load.packs).batch
+
+
 def test_rows_on_disk_beat_the_options(composed: Callable[..., Config], tmp_path: Path) -> None:
     config = composed("+experiment=tiny")
     config.run.data_root = str(tmp_path)

@@ -1,4 +1,4 @@
-"""Packing by tokens and blocks: the same gradient packed, padded or one sample at a time, and the same after a resume."""
+"""Packing by tokens and blocks: one gradient, packed, padded or one sample at a time, also after a resume."""
 
 import dataclasses
 import json
