@@ -33,13 +33,15 @@ class DraftState:
 
     Features of newly verified tokens are buffered by ``append`` and projected when a proposal needs them, all rows in
     one matmul; ``flush_tokens`` bounds what one row may buffer. The context of a proposal is exactly the positions
-    before the anchor.
+    before the anchor; with a sliding window W its last W, the only ones kept: position p then lies at slot p mod W.
+    Keys carry their position, so their order in memory means nothing.
     """
 
     def __init__(self, drafter: Any, rows: int, *, tokenizer_size: int, capacity: int = 256,
                  flush_tokens: int = 256) -> None:
         self.drafter = drafter
         self.length: int = drafter.shape.draft_length
+        self._window: Optional[int] = drafter.shape.sliding_window
         self.lengths: list[int] = [0] * rows  # projected context
         self._tokenizer_size = tokenizer_size
         self._flush_tokens = flush_tokens
@@ -60,6 +62,10 @@ class DraftState:
         self._pending[row].append(features)
         self._buffered[row] += len(features)
 
+    def _kept(self, tokens: int) -> int:
+        """How many of the last ``tokens`` of a context are kept."""
+        return tokens if self._window is None else min(tokens, self._window)
+
     def settle(self) -> None:
         """Project rows that buffer more than the bound, so that a long stretch without drafting costs no memory."""
         full = [row for row, count in enumerate(self._buffered) if count > self._flush_tokens]
@@ -73,12 +79,13 @@ class DraftState:
         self.lengths[row] = 0
 
     def reserve(self, capacity: int) -> None:
-        """Room for ``capacity`` tokens per row, doubling."""
+        """Room for ``capacity`` tokens per row, doubling, or for the window."""
+        capacity = self._kept(capacity)
         if self._keys is None or self._values is None or capacity <= self._keys.shape[2]:
             self._capacity = max(self._capacity, capacity)
             return
-        self._capacity = max(capacity, 2 * self._keys.shape[2])
-        used = max(self.lengths)
+        self._capacity = max(capacity, self._kept(2 * self._keys.shape[2]))
+        used = self._kept(max(self.lengths))
         grown = []
         for old in (self._keys, self._values):
             new = old.new_zeros(*old.shape[:2], self._capacity, *old.shape[3:])
@@ -92,30 +99,31 @@ class DraftState:
         rows = [row for row in rows if self._buffered[row]]
         if not rows:
             return
-        flat = torch.cat([part for row in rows for part in self._pending[row]]).to(self._device, self._dtype)
-        counts = [self._buffered[row] for row in rows]
-        starts = [self.lengths[row] for row in rows]
-        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
-        positions = positions.to(self._device)
-        keys, values = self.drafter.context_kv(self.drafter.project_context(flat), positions)
-        self.reserve(max(start + count for start, count in zip(starts, counts)))
+        ends = [self.context_length(row) for row in rows]
+        counts = [self._kept(self._buffered[row]) for row in rows]
+        parts = [torch.cat(self._pending[row])[-count:] for row, count in zip(rows, counts)]
+        positions = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts)]).to(self._device)
+        context = self.drafter.project_context(torch.cat(parts).to(self._device, self._dtype))
+        keys, values = self.drafter.context_kv(context, positions)
+        self.reserve(max(ends))
         if self._keys is None or self._values is None:
-            width = -(-self._capacity // _CONTEXT_STEP) * _CONTEXT_STEP
+            width = -(-self._kept(self._capacity) // _CONTEXT_STEP) * _CONTEXT_STEP
             shape = (keys.shape[0], len(self.lengths), width, *keys.shape[2:])
             # Zeros, not empty: masked slots still meet a multiplication.
             self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
         slots = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts)).to(self._device)
-        self._keys[:, slots, positions] = keys
-        self._values[:, slots, positions] = values
-        for row, count in zip(rows, counts):
+        places = positions if self._window is None else positions % self._window
+        self._keys[:, slots, places] = keys
+        self._values[:, slots, places] = values
+        for row, end in zip(rows, ends):
             self._pending[row].clear()
             self._buffered[row] = 0
-            self.lengths[row] += count
+            self.lengths[row] = end
 
     def _context(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [L, R, C, Hkv, hd] and lengths [R]; views while the rows are neighbours."""
+        """Keys and values [L, R, C, Hkv, hd] and how many are real [R]; views while the rows are neighbours."""
         assert self._keys is not None and self._values is not None
-        lengths = [self.lengths[row] for row in rows]
+        lengths = [self._kept(self.lengths[row]) for row in rows]
         width = min(-(-max(lengths) // _CONTEXT_STEP) * _CONTEXT_STEP, self._keys.shape[2])
         chosen: Any = slice(rows[0], rows[-1] + 1)
         if list(rows) != list(range(rows[0], rows[-1] + 1)):
@@ -134,7 +142,8 @@ class DraftState:
         self._flush(rows)
         keys, values, lengths = self._context(rows)
         anchors = torch.tensor(anchor_ids, device=self._device)
-        hidden = self.drafter.block_hidden(anchors, lengths, keys, values, lengths)  # [R, K, D]
+        positions = torch.tensor([self.lengths[row] for row in rows], device=self._device)
+        hidden = self.drafter.block_hidden(anchors, positions, keys, values, lengths)  # [R, K, D]
         return self._sample_block(tuple(rows), anchors, hidden, uniforms.to(self._device), sampling)
 
     def _sample_block(self, rows: tuple[int, ...], anchors: Tensor, hidden: Tensor, uniforms: Tensor,

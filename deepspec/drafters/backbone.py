@@ -5,9 +5,11 @@ published checkpoints.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspec.drafters.attention import ContextPlan, inject_cached_context, inject_context
@@ -71,6 +73,21 @@ class DraftAttention(nn.Module):
         return self.o_proj(attended.flatten(-2))
 
 
+class _Gate(torch.autograd.Function):
+    """``silu(gate) * up``, keeping the two factors alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), functional.silu(gate).mul_(grad)
+
+
 class DraftMLP(nn.Module):
     """Gated SiLU feed-forward."""
 
@@ -82,7 +99,8 @@ class DraftMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., D] in and out."""
-        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+        gate, up = self.gate_proj(states), self.up_proj(states)
+        return self.down_proj(functional.silu(gate) * up if torch.compiler.is_compiling() else _Gate.apply(gate, up))
 
 
 class DraftLayer(nn.Module):

@@ -1,4 +1,10 @@
-"""A drafter's shape as the ``config.json`` of the published layout, and back. Engines read these keys by name."""
+"""A drafter's shape as the ``config.json`` of the published layout, and back. Engines read these keys by name.
+
+A window W is written as other trainers do (speculators, SpecForge, DeepSeek-V4): ``sliding_window`` W,
+``use_sliding_window`` true, every entry of ``layer_types`` "sliding_attention"; a block at p sees p - W .. p - 1.
+``causal`` false goes with it, since vLLM otherwise makes the blocks of sliding layers causal.
+Engines count W from each slot, its own token included: slot k sees k + 1 context tokens fewer than in training.
+"""
 
 from typing import Any, Mapping, Optional
 
@@ -20,7 +26,39 @@ def _slot_keys(shape: DrafterShape) -> dict[str, Any]:
         keys["markov_head_type"] = shape.head
     if shape.confidence_head:
         keys["confidence_head_with_markov"] = shape.confidence_with_markov
+    if shape.sliding_window is not None:
+        keys["causal"] = False
     return keys
+
+
+def _window_keys(shape: DrafterShape) -> dict[str, Any]:
+    windowed = shape.sliding_window is not None
+    return {
+        "sliding_window": shape.sliding_window, "use_sliding_window": windowed,
+        # Of the first max_window_layers layers Qwen3's configuration makes full ones when layer_types is missing.
+        "max_window_layers": 0 if windowed else shape.num_layers,
+        "layer_types": ["sliding_attention" if windowed else "full_attention"] * shape.num_layers,
+    }
+
+
+def window_of(config: Mapping[str, Any]) -> Optional[int]:
+    """Window of a config.json; None where its layers are full or the keys are missing. Raises InputRefused for others.
+
+    ``layer_types`` decides, as in the engines: a checkpoint may name a window that it does not use.
+    """
+    kinds = set(config.get("layer_types") or ())
+    if "sliding_attention" not in kinds:
+        return None
+    window = config.get("sliding_window")
+    if kinds != {"sliding_attention"} or not isinstance(window, int) or window < 1:
+        raise InputRefused(
+            f"The drafter's config.json has layer_types={sorted(kinds)} and sliding_window={window!r}: this project's "
+            "drafters have one window in all layers, or none. Use a drafter with such layers."
+        )
+    if config.get("causal"):
+        raise InputRefused("The drafter's config.json has causal=true: its slots see only those before them, in this "
+                           "project's drafters also those behind. Use a drafter whose blocks are not causal.")
+    return window
 
 
 def shape_to_config(
@@ -44,8 +82,7 @@ def shape_to_config(
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         "max_position_embeddings": shape.max_position_embeddings, "rope_theta": shape.rope_theta,
         "rope_scaling": None if kind == "default" else rope, "rope_parameters": rope,
-        "sliding_window": None, "use_sliding_window": False, "max_window_layers": shape.num_layers,
-        "layer_types": ["full_attention"] * shape.num_layers, "num_target_layers": shape.num_target_layers,
+        **_window_keys(shape), "num_target_layers": shape.num_target_layers,
         "target_hidden_size": shape.target_hidden_size, "target_model_type": shape.target_model_type,
         "num_anchors": num_anchors, "sample_from_anchor": shape.sample_from_anchor,
         **_slot_keys(shape), "dflash_config": _slot_keys(shape), "deepspec_algorithm": shape.algorithm,
@@ -92,6 +129,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
             target_hidden_size=keys.get("target_hidden_size", keys["hidden_size"]),
             target_model_type=str(keys.get("target_model_type", keys["model_type"])),
             final_logit_softcap=keys.get("final_logit_softcapping"), embed_scale=float(keys.get("embed_scale", 1.0)),
+            sliding_window=window_of(keys),
         )
     except KeyError as missing:
         raise InputRefused(

@@ -81,7 +81,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad, *ctx.saved_tensors, sign=-1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None
 
 
 def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

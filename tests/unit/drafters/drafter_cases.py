@@ -6,10 +6,12 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
+from deepspec.config.schema import ObjectiveConfig
 from deepspec.data.batch import AnchorBlocks, TrainingBatch
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.objective import drafter_loss, window_weights
 
 SHAPE = DrafterShape(
     algorithm="dspark", hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -88,3 +90,10 @@ def pack(
 
 
 DOCUMENTS = ((17, (0, 3, 4, 9, 15)), (1, ()), (9, (2, 7)), (23, (0, 21, 1)))
+
+
+def loss_and_grads(model: DSparkDrafter, batch: TrainingBatch, window: TrainingBatch) -> tuple[Tensor, list[Tensor]]:
+    objective = ObjectiveConfig()
+    denominators = window_weights(window.blocks, objective, model.shape.draft_length)
+    loss = drafter_loss(model(batch), batch, model.shared, objective, denominators, model.shape).loss
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))

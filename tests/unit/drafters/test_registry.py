@@ -13,6 +13,7 @@ from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape
 from deepspec.drafters.warm_start import warm_start
 from deepspec.errors import ConfigError, InputRefused
+from deepspec.export.engines import verdict, verdicts
 from deepspec.targets.spec import TargetSpec
 
 SPEC = TargetSpec("llama", 32, 48, 6, 4, 2, 8, 61, 1e-6, 10000.0, {"rope_type": "default"}, 256)
@@ -27,6 +28,7 @@ def made(spec: TargetSpec = SPEC, target: dict[str, Any] | None = None, **drafte
 def test_shape_of_a_target() -> None:
     assert made() == SHAPE
     assert made(intermediate_size=80).intermediate_size == 80
+    assert made(sliding_window=128) == dataclasses.replace(SHAPE, sliding_window=128)
 
 
 def test_no_head_is_a_one_line_ablation() -> None:
@@ -70,6 +72,7 @@ def test_weights_of_another_target_are_refused() -> None:
     {"algorithm": "dflash", "head": "none", "confidence_head": False},
     {"final_logit_softcap": 30.0, "embed_scale": 5.5, "target_model_type": "gemma3_text"},
     {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0}},
+    {"sliding_window": 128},
 ])
 def test_config_round_trip(changes: dict[str, Any]) -> None:
     of = shape(**{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **changes})
@@ -99,6 +102,41 @@ def test_contradictory_or_incomplete_config_is_refused() -> None:
         shape_from_config(config)
 
 
+def test_window_in_the_config() -> None:
+    """A window in every place engines look at; without one the keys are those of the published checkpoints."""
+    config = shape_to_config(shape(sliding_window=128), num_anchors=4)
+    assert (config["sliding_window"], config["use_sliding_window"]) == (128, True)
+    assert config["layer_types"] == ["sliding_attention"] * 2 and config["dflash_config"]["causal"] is False
+    full = shape_to_config(SHAPE, num_anchors=4)
+    assert (full["sliding_window"], full["use_sliding_window"], full["max_window_layers"]) == (None, False, 2)
+    assert full["layer_types"] == ["full_attention"] * 2 and "causal" not in full["dflash_config"]
+    for key in ("sliding_window", "use_sliding_window", "layer_types"):  # a checkpoint from before there were windows
+        del full[key]
+    assert shape_from_config(full).sliding_window is None
+    # A window that no layer uses, as in many of Qwen's own files.
+    assert shape_from_config({**shape_to_config(SHAPE, num_anchors=4), "sliding_window": 4096}).sliding_window is None
+
+
+@pytest.mark.parametrize("changes,named", [
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"), ({"sliding_window": None}, "None"),
+    ({"sliding_window": 0}, "sliding_window=0"), ({"causal": True, "dflash_config": {}}, "causal"),
+])
+def test_windows_of_others_are_refused(changes: dict[str, Any], named: str) -> None:
+    config = shape_to_config(shape(sliding_window=128), num_anchors=4)
+    with pytest.raises(InputRefused, match=named):
+        shape_from_config({**config, **changes})
+
+
+def test_engines_and_the_window() -> None:
+    loads = {}
+    for window in (None, 4, 128):
+        config = shape_to_config(shape(sliding_window=window), num_anchors=4)
+        loads[window] = {entry.engine for entry in verdicts(config) if entry.loads}
+    assert {"vllm", "sglang"} <= loads[None] and loads[4] == set() and loads[128] == {"vllm"}
+    assert "fewer than in training" in verdict(config, "vllm").evidence
+    assert "drafter.sliding_window=null" in " ".join(verdict(config, "sglang").reasons)
+
+
 def test_transformers_reads_the_config(tmp_path: Any) -> None:
     import json
 
@@ -107,6 +145,9 @@ def test_transformers_reads_the_config(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape_to_config(SHAPE, num_anchors=4)))
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert loaded.model_type == "qwen3" and loaded.block_size == 4 and loaded.target_layer_ids == [1, 3]
+    (tmp_path / "config.json").write_text(json.dumps(shape_to_config(shape(sliding_window=9), num_anchors=4)))
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.sliding_window == 9 and loaded.layer_types == ["sliding_attention"] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
