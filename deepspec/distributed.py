@@ -42,7 +42,10 @@ def set_threads(threads: int) -> None:
 
 
 def init(timeout_seconds: float = 1800.0) -> None:
-    """Start DeepSpeed's default process group once; a single process without a launcher opens no port."""
+    """Start DeepSpeed's default process group once; a single process without a launcher opens no port.
+
+    A collective that a lost host never joins fails after ``timeout_seconds``, or ``$DEEPSPEC_COLLECTIVE_TIMEOUT``.
+    """
     if torch.distributed.is_initialized():
         return
     if "MASTER_ADDR" not in os.environ and world_size() > 1:
@@ -60,11 +63,20 @@ def init(timeout_seconds: float = 1800.0) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = _time_limit(timeout_seconds)
     if world_size() == 1:
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+
+
+def _time_limit(seconds: float) -> timedelta:
+    text = os.environ.get("DEEPSPEC_COLLECTIVE_TIMEOUT", str(seconds))
+    try:
+        return timedelta(seconds=float(text))
+    except ValueError:
+        raise ConfigError(
+            f"DEEPSPEC_COLLECTIVE_TIMEOUT={text!r} is not a number of seconds. Correct or unset it.") from None
 
 
 def shutdown() -> None:
