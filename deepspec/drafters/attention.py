@@ -10,7 +10,6 @@ context length. ``Bounds`` is the one definition of the mask; every backend belo
 No backend keeps anything of N*S x (T + N*S) elements.
 """
 
-from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -25,12 +24,7 @@ from deepspec.errors import ConfigError
 BACKENDS = ("auto", "chunked", "flex")
 
 
-@dataclass(frozen=True)
-class ContextPlan:
-    """What a pack's blocks see, prepared once per pack for every layer."""
-
-    backend: ChunkPlan | FlexPlan
-    context_rows: int  # T
+ContextPlan = ChunkPlan | FlexPlan  # what a pack's blocks see, prepared once per pack for every layer
 
 
 def check_backend(name: str, device: torch.device) -> None:
@@ -52,8 +46,8 @@ def plan_context(
     """
     bounds = Bounds.of(anchor_rows, context_starts, window)
     if backend == "flex" and len(anchor_rows):
-        return ContextPlan(plan_flex(bounds, context_rows, slots), context_rows)
-    return ContextPlan(plan_chunks(bounds, context_starts, slots * heads), context_rows)
+        return plan_flex(bounds, context_rows, slots)
+    return plan_chunks(bounds, context_starts, context_rows, slots * heads)
 
 
 def choose_backend(name: str, states: Tensor, head_dim: int) -> str:
@@ -69,9 +63,9 @@ def inject_context(queries: Tensor, keys: Tensor, values: Tensor, plan: ContextP
     queries [N, S, Hq, hd]; keys and values [T + N*S, Hkv, hd], the context's rows first, then those of the slots; RoPE
     applied. Returns [N, S, Hq, hd] in the dtype of the queries.
     """
-    if isinstance(plan.backend, FlexPlan):
-        return flex_attention(queries, keys, values, plan.backend)
-    return chunked_attention(queries, keys, values, plan.backend, plan.context_rows)
+    if isinstance(plan, FlexPlan):
+        return flex_attention(queries, keys, values, plan)
+    return chunked_attention(queries, keys, values, plan)
 
 
 def inject_cached_context(

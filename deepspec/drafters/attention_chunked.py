@@ -39,6 +39,7 @@ class ChunkPlan:
 
     order: Optional[Tensor]  # [N] blocks by their anchors; None: they already are
     bounds: Bounds  # in that order
+    context_rows: int  # T
     chunks: tuple[Chunk, ...]
 
 
@@ -62,7 +63,7 @@ def _cut(firsts: list[int], stops: list[int], starts: list[int], score_rows: int
     return chunks
 
 
-def plan_chunks(bounds: Bounds, context_starts: Tensor, score_rows: int) -> ChunkPlan:
+def plan_chunks(bounds: Bounds, context_starts: Tensor, context_rows: int, score_rows: int) -> ChunkPlan:
     """Cut N blocks into chunks of bounded score memory; ``score_rows`` is S * Hq. Made once per pack."""
     stops, starts = bounds.stop.tolist(), context_starts.tolist()
     seen = [stop for stop, start in zip(stops, starts, strict=True) if stop > start]
@@ -72,7 +73,8 @@ def plan_chunks(bounds: Bounds, context_starts: Tensor, score_rows: int) -> Chun
         bounds = Bounds(bounds.first[order], bounds.stop[order])
         stops, starts = bounds.stop.tolist(), context_starts[order].tolist()
     limit = SCORE_BYTES.get(bounds.stop.device.type, 1 << 28) // 4
-    return ChunkPlan(order, bounds, tuple(_cut(bounds.first.tolist(), stops, starts, score_rows, limit)))
+    chunks = _cut(bounds.first.tolist(), stops, starts, score_rows, limit)
+    return ChunkPlan(order, bounds, context_rows, tuple(chunks))
 
 
 def _by_key_head(states: Tensor, key_heads: int) -> Tensor:
@@ -135,8 +137,8 @@ class _ChunkedAttention(torch.autograd.Function):
     """Blocks in the order of their anchors; see ``chunked_attention``."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan, rows: int) -> Tensor:
-        slots, key_heads, scale = queries.shape[1], keys.shape[1], queries.shape[3]**-0.5
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan) -> Tensor:
+        slots, key_heads, scale, rows = queries.shape[1], keys.shape[1], queries.shape[3]**-0.5, plan.context_rows
         query, key, value = _work(_by_key_head(queries, key_heads), keys, values)
         own_keys, own_values = (_own(part[rows:], slots).flatten(0, 1) for part in (key, value))
         probs = exact_bmm(query.flatten(0, 1), own_keys.transpose(1, 2), scale)
@@ -158,14 +160,14 @@ class _ChunkedAttention(torch.autograd.Function):
             top[:, blocks] = new
         result = _by_block(output.div_(total), slots).to(queries.dtype)
         ctx.save_for_backward(queries, keys, values, result, total.log_().add_(top))
-        ctx.plan, ctx.rows = plan, rows
+        ctx.plan = plan
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_result: Tensor) -> tuple[Optional[Tensor], ...]:
         queries, keys, values, result, lse = ctx.saved_tensors
-        plan, rows, slots, key_heads = ctx.plan, ctx.rows, queries.shape[1], keys.shape[1]
+        plan, rows, slots, key_heads = ctx.plan, ctx.plan.context_rows, queries.shape[1], keys.shape[1]
         # d score = P * (d P - mean), where <d result, result> is the mean of d P under P.
         mean = _by_key_head((exact(grad_result) * result).sum(dim=-1, keepdim=True), key_heads)
         query, grad, key, value = _work(
@@ -187,18 +189,19 @@ class _ChunkedAttention(torch.autograd.Function):
             grad_keys[span] += to_keys.transpose(0, 1)
             grad_values[span] += to_values.transpose(0, 1)
         return (_by_block(grad_query, slots).to(queries.dtype), grad_keys.to(keys.dtype),
-                grad_values.to(values.dtype), None, None)
+                grad_values.to(values.dtype), None)
 
 
-def chunked_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan, context_rows: int) -> Tensor:
+@torch.compiler.disable
+def chunked_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan) -> Tensor:
     """Attention of block queries [N, S, Hq, hd] to context and own slots, keys and values [T + N*S, Hkv, hd].
 
     Returns [N, S, Hq, hd] in the dtype of the queries; softmax and sums are float32 (float64 for float64 inputs).
     """
     if plan.order is None:
-        return _ChunkedAttention.apply(queries, keys, values, plan, context_rows)
-    count, slots = queries.shape[:2]
+        return _ChunkedAttention.apply(queries, keys, values, plan)
+    count, slots, rows = *queries.shape[:2], plan.context_rows
     places = torch.arange(count * slots, device=queries.device).view(count, slots)[plan.order].flatten()
-    keys, values = (torch.cat((part[:context_rows], part[context_rows:][places])) for part in (keys, values))
-    result = _ChunkedAttention.apply(queries[plan.order], keys, values, plan, context_rows)
+    keys, values = (torch.cat((part[:rows], part[rows:][places])) for part in (keys, values))
+    result = _ChunkedAttention.apply(queries[plan.order], keys, values, plan)
     return result[plan.order.argsort()]

@@ -104,7 +104,7 @@ def test_many_tiles(backend: str, window: Optional[int]) -> None:
 def test_tiles_of_the_flex_mask_are_those_of_its_function(window: Optional[int]) -> None:
     batch = pack(SHAPE, ((300, tuple(range(0, 300, 3))), (40, (0, 20))))
     rows, queries = len(batch.input_ids), len(batch.blocks) * SLOTS
-    made = plan(batch.blocks, rows, window, "flex").backend
+    made = plan(batch.blocks, rows, window, "flex")
     assert isinstance(made, FlexPlan)
     mask = made.mask
     expected = flex.create_block_mask(mask.mask_mod, 1, 1, queries, rows + queries, device="cpu", BLOCK_SIZE=TILE)
@@ -157,7 +157,7 @@ def test_large_scores_of_hidden_rows_stay_finite() -> None:
 def test_chunks_cover_what_is_seen_and_nothing_else(window: Optional[int]) -> None:
     batch = pack(SHAPE, ((400, tuple(range(0, 400, 3))), (90, (80, 5, 5))))
     rows, starts = batch.blocks.anchor_rows, batch.blocks.context_starts
-    made = plan(batch.blocks, 490, window).backend
+    made = plan(batch.blocks, 490, window)
     order = torch.arange(len(rows)) if made.order is None else made.order
     members = torch.cat([order[chunk.begin:chunk.end] for chunk in made.chunks])
     assert torch.equal(members.sort().values, (rows > starts).nonzero().flatten())
