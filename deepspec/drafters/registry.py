@@ -3,6 +3,7 @@
 from typing import Callable
 
 from deepspec.config.schema import DrafterConfig, TargetConfig
+from deepspec.drafters.compiling import compile_layers
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.rope import SUPPORTED, rope_type
 from deepspec.drafters.sequential import HEADS
@@ -33,9 +34,12 @@ def _check_algorithm(name: str) -> None:
 
 def build_drafter(
     shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
-    activation_checkpointing: bool = False, attention: str = "auto",
+    activation_checkpointing: bool = False, attention: str = "auto", compile: bool = False,
 ) -> DSparkDrafter:
-    """A freshly initialised drafter (from torch's global generator) of ``shape`` over the target's shared weights."""
+    """A freshly initialised drafter (from torch's global generator) of ``shape`` over the target's shared weights.
+
+    The options are those of ``objective`` and ``trainer`` of the same names. Raises ConfigError.
+    """
     _check_algorithm(shape.algorithm)
     for name, weight in (("embedding", shared.embed), ("LM head", shared.lm_head)):
         expected = (shape.vocab_size, shape.hidden_size)
@@ -44,10 +48,13 @@ def build_drafter(
                 f"The target's {name} has shape {tuple(weight.shape)} but the drafter's configuration expects "
                 f"{expected}: they belong to different targets. Use the drafter with the target it was made for."
             )
-    return _BUILDERS[shape.algorithm](
+    drafter = _BUILDERS[shape.algorithm](
         shape, shared, confidence_detach=confidence_detach, activation_checkpointing=activation_checkpointing,
         attention=attention,
     )
+    if compile:
+        compile_layers(drafter.layers, shared.embed.device)
+    return drafter
 
 
 def _check_slots(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> None:

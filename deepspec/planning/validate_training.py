@@ -73,6 +73,9 @@ def check_trainer(config: Config) -> None:
         within(f"optimizer.{name}", getattr(optimizer, name), 0.0, 1.0)
     within("optimizer.max_grad_norm", optimizer.max_grad_norm, 0.0, math.inf, open_low=True)
     require(config.engine.zero_stage in (0, 1, 2, 3), "engine.zero_stage", config.engine.zero_stage, "0, 1, 2 or 3")
+    if trainer.compile and config.engine.zero_stage == 3:
+        raise ConfigError("trainer.compile=true does not work with engine.zero_stage=3, which empties the parameters "
+                          "that a compiled layer has captured. Set trainer.compile=false or engine.zero_stage=2.")
     refuse_owned(config.engine.deepspeed)
     within("tracking.timeout_seconds", config.tracking.timeout_seconds, 0.0, math.inf, open_low=True)
     choice("tracking.mode", config.tracking.mode, ("auto", "online", "offline", "disabled"))

@@ -108,7 +108,8 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
     """A drafter initialised from the seed, the target's last layers, or an exported drafter."""
     torch.manual_seed(config.run.seed)
     drafter = build_drafter(shape, shared, confidence_detach=config.objective.confidence_detach,
-                            activation_checkpointing=config.trainer.activation_checkpointing)
+                            activation_checkpointing=config.trainer.activation_checkpointing,
+                            attention=config.trainer.attention, compile=config.trainer.compile)
     if config.drafter.warm_start and config.drafter.init_from:
         raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
     if config.drafter.warm_start:

@@ -1,0 +1,36 @@
+"""torch.compile of the drafter's layers, one graph for all layers; parameters keep their names.
+
+Attention itself is not part of the graph on the CPU; norms, rotations, gates and residuals are fused around the
+matrix products. Numbers of rows are symbolic, so packs of any size share the graph. What it gains is measured in
+docs/training.md; ZeRO-3 is refused in planning, since its hooks empty the parameters that a graph has captured.
+"""
+
+import logging
+import os
+import shutil
+
+import torch
+from torch import nn
+from torch.utils._triton import has_triton
+
+logger = logging.getLogger(__name__)
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks on this machine for ``device``; empty if nothing."""
+    if device.type == "cuda":
+        return "" if has_triton() else "Triton"
+    found = any(shutil.which(name) for name in (os.environ.get("CXX", "").split(" ")[0], "g++", "clang++") if name)
+    return "" if found else "a C++ compiler (g++, clang++ or the one CXX names)"
+
+
+def compile_layers(layers: nn.ModuleList, device: torch.device) -> bool:
+    """Compile every layer's forward pass in place, at its first call. Returns False, with a warning, if it cannot."""
+    missing = missing_compiler(device)
+    if missing:
+        logger.warning("trainer.compile=true needs %s, which is not there: layers run uncompiled, with the same results",
+                       missing)
+        return False
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return True
