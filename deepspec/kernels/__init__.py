@@ -1,5 +1,6 @@
 """Triton kernels. Triton is imported when one is asked for: a machine without it runs everything else."""
 
+import os
 from importlib.util import find_spec
 
 import torch
@@ -12,9 +13,7 @@ def why_not(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed. Install it (pip install -c constraints.txt triton)"
     if device.type == "cpu":
-        import triton
-
-        if not triton.knobs.runtime.interpret:
+        if os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "yes", "on"):
             return ("the tensors are on the CPU, where Triton only interprets its kernels, slowly. Set "
                     "TRITON_INTERPRET=1 in the environment to have it interpret them")
     elif device.type != "cuda":

@@ -77,7 +77,7 @@ def _drafting_variants() -> Iterator[_Variant]:
         for sample, rows in ((False, 64), (True, 64)) if weights == "fp32" else ((False, 16), (False, 64), (True, 64)):
             name = f"{weights}, {'sample' if sample else 'greedy'}, {rows} requests"
             yield _Variant(name, markov_step.block_kernel, {**types, "other_ptr": "fp32" if sample else "i32"},
-                           {"SAMPLE": sample, "ROWS": rows, **sizes}, markov_step.WARPS)
+                           {"SAMPLE": sample, "WIDEN": False, "ROWS": rows, **sizes}, markov_step.WARPS)
         yield _Variant(weights, markov_step.sample_kernel, types, {**blocks, **sizes}, markov_step.WARPS)
 
 

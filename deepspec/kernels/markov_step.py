@@ -23,13 +23,26 @@ WARPS = 4
 
 
 @triton.jit
+def _rounded(values, like: tl.constexpr):
+    """float32 ``values`` rounded to what dtype ``like`` holds, still float32."""
+    if like == tl.bfloat16:
+        # By hand: to nearest, ties to even, which the interpreter's conversion does not do.
+        bits = values.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return bits.to(tl.float32, bitcast=True)
+    return values.to(like).to(tl.float32)
+
+
+@triton.jit
 def block_kernel(
     logits_ptr, logits_stride, table_ptr, row_ptr, factor_ptr, best_ptr, other_ptr, requests, vocab, limit, rank,
-    temperature, SAMPLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK_STEP: tl.constexpr,
+    temperature, SAMPLE: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RANK_STEP: tl.constexpr,
 ):
     """Per request and vocabulary block: largest logit, and its id or the sum of exponentials relative to it.
 
-    ``best`` and ``other`` are [R, B]. ``temperature`` divides the logits when sampling.
+    ``best`` and ``other`` are [R, B]. ``temperature`` divides the logits when sampling. ``WIDEN`` multiplies in
+    float32, with the same result: the interpreter takes bfloat16 operands for the integers their bits are.
     """
     blocks = tl.num_programs(1)
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -46,8 +59,10 @@ def block_kernel(
             factor_ptr + token[:, None].to(tl.int64) * rank + at[None, :],
             mask=(token < vocab)[:, None] & (at < rank)[None, :], other=0.0,
         )
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
         bias = tl.dot(left, tl.trans(right), bias, input_precision="ieee")
-    bias = bias.to(factor_ptr.dtype.element_ty).to(tl.float32)
+    bias = _rounded(bias, factor_ptr.dtype.element_ty)
     start = request.to(tl.int64) * logits_stride
     inside = there[:, None] & (token < limit)[None, :]
     logits = tl.load(logits_ptr + start[:, None] + token[None, :], mask=inside, other=0.0).to(tl.float32) + bias
@@ -105,7 +120,7 @@ def sample_kernel(
             mask=(token < limit)[:, None] & (at < rank)[None, :], other=0.0,
         ).to(tl.float32)
         bias += tl.sum(right * left[None, :], axis=1)
-    bias = bias.to(factor_ptr.dtype.element_ty).to(tl.float32)
+    bias = _rounded(bias, factor_ptr.dtype.element_ty)
     start = request.to(tl.int64) * logits_stride
     logits = tl.load(logits_ptr + start + token, mask=token < limit, other=float("-inf")).to(tl.float32) + bias
     weight = tl.exp(logits / temperature - top).to(tl.float64)
@@ -127,7 +142,8 @@ def _blocks(
     size = min(64, max(16, triton.next_power_of_2(requests)))
     block_kernel[(triton.cdiv(requests, size), blocks)](
         logits, logits.stride(0), table, rows, factor, best, found, requests, vocab, limit, factor.shape[1],
-        temperature, SAMPLE=other.is_floating_point, ROWS=size, BLOCK=BLOCK, RANK_STEP=RANK_STEP, num_warps=WARPS,
+        temperature, SAMPLE=other.is_floating_point, WIDEN=logits.device.type == "cpu", ROWS=size, BLOCK=BLOCK,
+        RANK_STEP=RANK_STEP, num_warps=WARPS,
     )
     return best, found
 
