@@ -16,7 +16,8 @@ from deepspec.drafters.precision import exact, exact_dtype
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
 from deepspec.errors import ConfigError
 from deepspec.kernels import require_kernels, why_not
-from deepspec.objective.chunked import ChunkedPass, LossInputs, plan_slots, slot_losses
+from deepspec.objective.chunked import ChunkedPass, LossInputs, slot_losses
+from deepspec.objective.plan import plan_slots
 
 
 def position_weights(draft_length: int, decay: Optional[float]) -> Tensor:
