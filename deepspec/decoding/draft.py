@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepspec.decoding.types import DraftProposal
 from deepspec.drafters.sequential import sample_block
+from deepspec.kernels import greedy_drafting
 from deepspec.targets.sampling import PURPOSE_DRAFT, Sampling, pick, target_probs, uniform
 
 _ROUND_SHIFT = 32  # positions stay below 2**32, so (round, position) is one integer
@@ -162,7 +163,8 @@ class DraftState:
             at.append(probs[-1].gather(1, chosen[:, None]))
             return chosen
 
-        block = sample_block(self.drafter, anchors, hidden, choose)
+        fused = greedy_drafting(hidden.device, self._tokenizer_size) if sampling.temperature == 0 else None
+        block = sample_block(self.drafter, anchors, hidden, choose, fused)
         confidence = block.confidence_logits
         return DraftProposal(
             rows=rows, ids=block.token_ids,

@@ -159,11 +159,13 @@ class DraftBlock:
 
 def sample_block(
     drafter: BlockDrafter, anchor_ids: Tensor, hidden: Tensor, choose: Callable[[int, Tensor], Tensor],
+    fused: Optional[Callable[[Tensor, Tensor, Tensor], Tensor]] = None,
 ) -> DraftBlock:
     """Draft K tokens one after another from ``hidden`` [R, K, D] of one parallel pass.
 
     ``choose(k, logits)`` gets the logits U_k + B_k [R, V] (float32, temperature 1) of draft token k (0-based) and
     returns the ids [R] to go on with; it is where temperature, padded ids and random numbers come in.
+    ``fused(U_k, transition [R, r], W_2)`` takes the place of bias and choice where there is a sequential head.
     """
     head, previous = drafter.sequential, anchor_ids
     state = None if head is None else head.initial_state(len(anchor_ids))
@@ -176,8 +178,12 @@ def sample_block(
         confidences.append(drafter.confidence(hidden_k, previous))
         if head is not None:
             transition, state = head.step(state, previous, hidden_k)
-            logits = logits + head.bias(transition)
-        previous = choose(position, logits)
+            if fused is None:
+                logits = logits + head.bias(transition)
+        if head is not None and fused is not None:
+            previous = fused(logits, transition, head.output_factor())
+        else:
+            previous = choose(position, logits)
         tokens.append(previous)
     known = confidences[0] is not None
     return DraftBlock(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1) if known else None)

@@ -2,8 +2,10 @@
 
 import os
 from importlib.util import find_spec
+from typing import Callable, Optional
 
 import torch
+from torch import Tensor
 
 from deepspec.errors import ConfigError
 
@@ -26,3 +28,12 @@ def require_kernels(key: str, device: torch.device, instead: str) -> None:
     reason = why_not(device)
     if reason:
         raise ConfigError(f"{key}=triton cannot be used: {reason}, or set {key}={instead}.")
+
+
+def greedy_drafting(device: torch.device, limit: int) -> Optional[Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The fused greedy step for ``sample_block`` on a GPU, over the first ``limit`` tokens; None elsewhere."""
+    if device.type != "cuda" or why_not(device):
+        return None
+    from deepspec.kernels.markov_step import greedy_transition
+
+    return lambda logits, transition, factor: greedy_transition(logits, transition, factor, limit)

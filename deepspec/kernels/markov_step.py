@@ -165,6 +165,12 @@ def greedy_step(logits: Tensor, table: Tensor, rows: Tensor, factor: Tensor, lim
     return token
 
 
+def greedy_transition(logits: Tensor, transition: Tensor, factor: Tensor, limit: int) -> Tensor:
+    """``greedy_step`` with the transitions [R, r] of the requests themselves."""
+    rows = torch.arange(len(transition), device=transition.device)
+    return greedy_step(logits, transition.contiguous(), rows, factor, limit)
+
+
 def sample_step(
     logits: Tensor, table: Tensor, rows: Tensor, factor: Tensor, limit: int, temperature: float, uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:

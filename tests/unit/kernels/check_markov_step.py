@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from drafter_cases import drafter, shape
 from torch import Tensor
 
-from deepspec.drafters.sequential import MarkovHead
+from deepspec.drafters.sequential import MarkovHead, sample_block
 from deepspec.kernels import markov_step
-from deepspec.kernels.markov_step import greedy_step, sample_step
+from deepspec.kernels.markov_step import greedy_step, greedy_transition, sample_step
 from deepspec.targets.sampling import Sampling, pick, target_probs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,3 +94,22 @@ def test_sampling_at_the_ends_of_the_unit_interval(uniform: float) -> None:
     ids, prob = sample_step(logits, table, rows, factor, 690, 1.0, uniforms)
     assert ids.tolist() == [135 if uniform == 0.0 else 520]
     assert prob.item() == pytest.approx(1 / 3, rel=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+def test_a_block_drafted_with_the_fused_step(head: str) -> None:
+    model = drafter(shape(head=head, vocab_size=149, block_size=4)).to(DEVICE)
+    hidden = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    anchors, limit = torch.arange(5, device=DEVICE), 140
+
+    def choose(k: int, logits: Tensor) -> Tensor:
+        return logits[:, :limit].argmax(dim=-1)
+
+    expected = sample_block(model, anchors, hidden, choose)
+    found = sample_block(model, anchors, hidden, choose,
+                         lambda logits, transition, factor: greedy_transition(logits, transition, factor, limit))
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert len(found.token_ids.unique()) > 3
+    if expected.confidence_logits is not None:
+        assert torch.equal(found.confidence_logits, expected.confidence_logits)
