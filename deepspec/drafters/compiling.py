@@ -28,8 +28,8 @@ def compile_layers(layers: nn.ModuleList, device: torch.device) -> bool:
     """Compile every layer's forward pass in place, at its first call. Returns False, with a warning, if it cannot."""
     missing = missing_compiler(device)
     if missing:
-        logger.warning("trainer.compile=true needs %s, which is not there: layers run uncompiled, with the same results",
-                       missing)
+        logger.warning("trainer.compile=true needs %s, which is not there: layers run uncompiled, the results are "
+                       "the same", missing)
         return False
     for layer in layers:
         layer.compile(dynamic=True)
