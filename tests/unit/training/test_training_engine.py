@@ -10,7 +10,10 @@ from tiny_training import tiny_config, tiny_drafter
 
 from deepspec.config.schema import EngineConfig, OptimizerConfig, TrainerConfig
 from deepspec.errors import ConfigError
-from deepspec.training.engine import accumulation_steps, build_config, effective_stage, parameter_groups
+from deepspec.training.engine import (
+    accumulation_steps, build_config, effective_stage, initialize, parameter_groups,
+)
+from deepspec.training.module import TrainingModule
 
 TRAINER = TrainerConfig(global_batch_size=8, micro_batch_size=2, precision="fp32")
 
@@ -38,11 +41,27 @@ def test_owned_keys_are_refused_by_name(extra, key):
 def test_other_keys_are_merged_verbatim():
     extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_allow_untested_optimizer": True}
     config = build_config(TRAINER, OptimizerConfig(), EngineConfig(zero_stage=2, deepspeed=extra), 2)
-    assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero = config["zero_optimization"]
+    assert zero.pop("reduce_bucket_size") == 50_000_000, "DeepSpeed's own default takes 2 GB of every rank"
+    assert zero == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    own = EngineConfig(zero_stage=2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1000}})
+    assert build_config(TRAINER, OptimizerConfig(), own, 2)["zero_optimization"]["reduce_bucket_size"] == 1000
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert config["train_batch_size"] == 8 and config["gradient_accumulation_steps"] == 2
     assert not {"optimizer", "wandb", "tensorboard"} & config.keys()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_offload_options_reach_deepspeed_as_they_are(tmp_path, stage):
+    config = tiny_config(tmp_path)
+    options = {"offload_optimizer": {"device": "cpu", "pin_memory": True, "buffer_count": 3}, "sub_group_size": 12345}
+    config.engine = EngineConfig(zero_stage=stage, deepspeed={"zero_optimization": dict(options)})
+    engine = initialize(TrainingModule(tiny_drafter(), config.objective), config.trainer, config.optimizer,
+                        config.engine)
+    assert options.items() <= engine.config["zero_optimization"].items()
+    zero = engine.zero_optimization_stage(), engine.zero_offload_optimizer()
+    assert zero[0] == stage and zero[1].device == "cpu" and zero[1].pin_memory and zero[1].buffer_count == 3
 
 
 def test_stage_and_precision():
