@@ -2,7 +2,8 @@
 
 T packed context rows, N blocks, S slots, Q = N*S queries, K = T + N*S keys, Hq query and Hkv key heads, hd head width.
 The mask is a function of token-level indices; its sparsity is worked out on tiles of 128 x 128, so that what is kept
-is Q*K / 16384 numbers. Eager FlexAttention runs on the CPU too, forward only: for checks.
+is Q*K / 16384 numbers. Packs of one shape (``trainer.pad_packs``) are compiled once. Eager FlexAttention runs on the
+CPU too, forward only: for checks.
 """
 
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ def plan_flex(bounds: Bounds, context_rows: int, slots: int) -> FlexPlan:
     queries = len(bounds.first) * slots
     keys, device = context_rows + queries, bounds.first.device
     owner = torch.arange(queries, device=device) // slots
-    first, stop = bounds.first[owner], bounds.stop[owner]
-    own_first = context_rows + owner * slots
+    first, stop = bounds.first[owner].int(), bounds.stop[owner].int()
+    own_first = (context_rows + owner * slots).int()
     own_stop = own_first + slots
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

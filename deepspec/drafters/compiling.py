@@ -1,8 +1,10 @@
 """torch.compile of the drafter's layers, one graph for all layers; parameters keep their names.
 
 Attention itself is not part of the graph on the CPU; norms, rotations, gates and residuals are fused around the
-matrix products. Numbers of rows are symbolic, so packs of any size share the graph. What it gains is measured in
-docs/training.md; ZeRO-3 is refused in planning, since its hooks empty the parameters that a graph has captured.
+matrix products. Numbers of rows are symbolic, so packs of any size share the graph. On one CPU thread a layer of width
+576 with 1,024 context and 3,584 block rows took 1.19 s instead of 1.26 s of CPU time, forward and backward, after 9 to
+40 s of compilation: hence off by default. A GPU was not at hand. ZeRO-3 is refused in planning, since its hooks empty
+the parameters that a graph has captured.
 """
 
 import logging

@@ -53,6 +53,28 @@ def test_compiled_layers_give_the_same_gradients_under_the_same_names() -> None:
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+def test_the_mask_of_flex_attention_can_be_compiled() -> None:
+    """Forward on the CPU, which shares tracing, mask function and block layout with the kernel for CUDA."""
+    needs_compiler()
+    from torch.nn.attention import flex_attention as flex
+
+    from deepspec.drafters.attention import inject_context, plan_context
+
+    compiled = torch.compile(flex.flex_attention, dynamic=False)  # symbolic sizes break the C++ kernel of torch 2.13
+    for size, window in ((200, 30), (330, None)):
+        anchors = torch.arange(0, size, 5)
+        plans = [plan_context(anchors, anchors // 100 * 100, size, slots=4, heads=4, window=window, backend=backend)
+                 for backend in ("chunked", "flex")]
+        generator = torch.Generator().manual_seed(size)
+        query = torch.randn(len(anchors), 4, 4, 16, generator=generator)
+        keys, values = torch.randn(2, size + 4 * len(anchors), 2, 16, generator=generator)
+        query_1, keys_1, values_1 = (part.transpose(0, 1)[None] for part in (query.flatten(0, 1), keys, values))
+        with torch.no_grad():
+            found = compiled(query_1, keys_1, values_1, block_mask=plans[1].mask, enable_gqa=True)
+            expected = inject_context(query, keys, values, plans[0])
+        torch.testing.assert_close(found[0].transpose(0, 1).view_as(expected), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_training_under_zero_2(tmp_path: Path) -> None:
     needs_compiler()
     from tiny_training import SHAPE as TINY
