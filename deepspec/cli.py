@@ -97,7 +97,9 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
 def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) -> None:
     quiet_third_party()
     from deepspec.stages.pipeline import run_stages
+    from deepspec.training.signals import watch_launcher
 
+    watch_launcher()
     try:
         path = Path(config.run.dir) / OVERRIDES
         is_main_job = stages is None and os.environ.get("RANK", "0") == "0"

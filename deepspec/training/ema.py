@@ -1,4 +1,4 @@
-"""Exponential moving average of the fp32 weights, kept by each rank for its own part of them: a step needs no collective.
+"""Exponential moving average of the fp32 weights. Each rank averages its own part of them: a step has no collective.
 
 With ``n`` updates so far the decay is ``min(decay, (1 + n) / (10 + n))``: the first averages forget the initialisation.
 """

@@ -21,7 +21,8 @@ def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str)
     ``target`` and ``data`` are fingerprints. World size, ZeRO stage, micro-batch and the number of steps are free.
     """
     objective = {key: value for key, value in asdict(config.objective).items() if key not in _NOT_MEANING}
-    trainer = {key: getattr(config.trainer, key) for key in ("global_batch_size", "num_anchors", "precision", "ema_decay")}
+    trainer = {key: getattr(config.trainer, key)
+               for key in ("global_batch_size", "num_anchors", "precision", "ema_decay")}
     values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": config.run.seed}
     values |= {"start.warm_start": config.drafter.warm_start, "start.init_from": start_hash(config.drafter.init_from)}
     for prefix, part in (("drafter", asdict(shape)), ("objective", objective), ("trainer", trainer),

@@ -16,7 +16,7 @@ from deepspec.drafters.config import shape_to_config
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import UserError
 from deepspec.training.checkpoint import (
-    AVERAGE, BEST, CONFIG, LATEST, MODEL, OPTIMIZER, PRODUCER, STATE, TrainState, directory,
+    AVERAGE, BEST, CONFIG, LATEST, MODEL, OPTIMIZER, PRODUCER, STATE, TrainState, directory, read_state,
 )
 from deepspec.training.retention import discard, leftovers, point_to_best, prune
 from deepspec.training.state import AVERAGES, MOMENTS
@@ -32,6 +32,15 @@ def remove_partial(run_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def tidy(run_dir: Path, found: Path, keep_last: int) -> None:
+    """Finish what a save that was killed after its checkpoint was complete had still to delete."""
+    if found.parent.resolve() != directory(run_dir).resolve():
+        return
+    remove_partial(run_dir)
+    state = read_state(found)
+    prune(run_dir, state.step, keep_last, state.best_step)
 
 
 def save(run_dir: Path, tensors: Mapping[str, Mapping[str, Tensor]], shape: DrafterShape, state: TrainState,

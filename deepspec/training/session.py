@@ -17,6 +17,7 @@ from deepspec.errors import InputRefused
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.load import load_target
 from deepspec.training import checkpoint
+from deepspec.training.checkpoint import TRAINED
 
 logger = logging.getLogger(__name__)
 # Inherited from the target, so the target's fingerprint already decides them.
@@ -33,7 +34,7 @@ class RunSession:
     shared: SharedWeights
     drafter_sha256: str
     step: int
-    weights: str = checkpoint.TRAINED  # or ema: which of the checkpoint's weights these are
+    weights: str = TRAINED  # or ema: which of the checkpoint's weights these are
 
 
 def shared_weights(target: FrozenTarget) -> SharedWeights:

@@ -81,6 +81,8 @@ class DrafterTrainer:
         found = checkpoint.resolve_resume(self.config.trainer.resume, self.run_dir)
         if found is not None and checkpoint.read_state(found).step >= self.total_steps:
             require_same(checkpoint.read_state(found).identity, self.identity, found)
+            if distributed.is_main():
+                saving.tidy(self.run_dir, found, self.config.trainer.keep_last)
             logger.info("training is finished (step %d of %d in %s): nothing to do",
                         checkpoint.read_state(found).step, self.total_steps, found)
             return TrainResult(checkpoint.read_state(found).step, self.total_steps, False, False, {})

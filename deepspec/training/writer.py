@@ -22,7 +22,7 @@ class Background:
 
     def __init__(self, threaded: bool) -> None:
         self.threaded = threaded
-        self.error: Optional[BaseException] = None
+        self.error: Optional[Exception] = None
         self._thread: Optional[threading.Thread] = None
 
     def start(self, job: Callable[[], Any]) -> None:
@@ -43,7 +43,7 @@ class Background:
     def _run(self, job: Callable[[], Any]) -> None:
         try:
             job()
-        except BaseException as error:  # shown by whoever asks next: a thread has nobody to raise it to
+        except Exception as error:  # shown by whoever asks next: a thread has nobody to raise it to
             self.error = error
 
 

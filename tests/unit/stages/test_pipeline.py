@@ -26,8 +26,20 @@ def set_checkpoint(config: Config) -> None:
     config.export.checkpoint = "step-50"
 
 
+def set_weights(config: Config) -> None:
+    config.export.weights = "ema"
+
+
+def set_average(config: Config) -> None:
+    config.trainer.ema_decay = 0.99
+
+
+AFTER_TRAINING = ("confidence", "calibrate", "profile", "evaluate", "export")
+
+
 @pytest.mark.parametrize("change, stages", [
-    (set_mask_token, ("train",)), (set_checkpoint, ("confidence", "calibrate", "profile", "evaluate", "export")),
+    (set_mask_token, ("train",)), (set_average, ("train",)), (set_checkpoint, AFTER_TRAINING),
+    (set_weights, AFTER_TRAINING),
 ])
 def test_options_that_decide_a_stage(config: Config, change: Callable[[Config], None], stages: tuple[str, ...]) -> None:
     before = {stage: pipeline.fingerprint(config, stage) for stage in stages}
@@ -96,3 +108,15 @@ def test_a_finished_run_is_not_taken_for_a_warm_started_one() -> None:
     with pytest.raises(InputRefused, match="start.warm_start: False in the checkpoint, True now"):
         require_same({"start.warm_start": False}, {"start.warm_start": True}, Path("step-1"))
     require_same({}, {"start.warm_start": True}, Path("step-1"))  # written before this was recorded
+
+
+def test_another_best_checkpoint_is_another_result_of_training(config: Config) -> None:
+    folder = Path(config.run.dir) / "checkpoints"
+    (folder / "step-4").mkdir(parents=True)
+    (folder / "step-4/manifest.json").write_text("{}")
+    (folder / "latest").write_text("step-4\n")
+    before = pipeline.fingerprint(config, "evaluate")
+    (folder / "best").write_text("step-4\n")
+    after = pipeline.fingerprint(config, "evaluate")
+    (folder / "best").write_text("step-2\n")
+    assert len({before, after, pipeline.fingerprint(config, "evaluate")}) == 3

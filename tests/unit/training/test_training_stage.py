@@ -18,7 +18,7 @@ from deepspec.artifacts import begin, complete  # noqa: E402
 from deepspec.config.paths import responses_dir  # noqa: E402
 from deepspec.config.schema import TargetConfig, TargetShape  # noqa: E402
 from deepspec.errors import InputRefused  # noqa: E402
-from deepspec.stages import features, train  # noqa: E402
+from deepspec.stages import export, features, train  # noqa: E402
 from deepspec.training import checkpoint  # noqa: E402
 from deepspec.training.session import load_run  # noqa: E402
 
@@ -141,3 +141,18 @@ def test_stop_signal_ends_the_process_with_zero(root, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         train.run(config)
     assert ended.value.code == 0
+
+
+def test_averaged_weights_are_what_later_stages_get_on_request(root):
+    config = make_config(root, "averaged", ema_decay=0.9)
+    train.run(config)
+    plain = load_run(config)
+    config.export.weights, config.export.checkpoint = "ema", "best"
+    session = load_run(config)
+    assert session.weights == "ema" and session.checkpoint == plain.checkpoint
+    assert session.drafter_sha256 == checkpoint.drafter_sha256(session.checkpoint, "ema") != plain.drafter_sha256
+    stored = checkpoint.load_tensors(session.checkpoint)["ema"]
+    assert all(torch.equal(p, stored[name]) for name, p in session.drafter.named_parameters())
+    request = export.request_for(config, session)
+    assert all(torch.equal(p, stored[name]) for name, p in request.drafter.named_parameters())
+    assert request.origin.drafter_sha256 == session.drafter_sha256
