@@ -79,10 +79,10 @@ def _fused() -> Callable[..., Any]:
     return torch.compile(flex.flex_attention)
 
 
+@torch.compiler.disable  # of the layer around it: the kernel has a graph of its own
 def flex_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: FlexPlan) -> Tensor:
     """As ``chunked_attention``: queries [N, S, Hq, hd], keys and values [T + N*S, Hkv, hd] to [N, S, Hq, hd]."""
-    fused = queries.is_cuda and not torch.compiler.is_compiling()
-    attend: Any = _fused() if fused else flex.flex_attention
+    attend: Any = _fused() if queries.is_cuda else flex.flex_attention
     query, key, value = (part.transpose(0, 1)[None] for part in (queries.flatten(0, 1), keys, values))
     attended = attend(query, key, value, block_mask=plan.mask, enable_gqa=queries.shape[2] != keys.shape[1])
     return attended[0].transpose(0, 1).reshape(queries.shape)

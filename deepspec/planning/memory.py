@@ -60,16 +60,16 @@ def state_bytes(trainable: int, precision: str, zero_stage: int, ranks: int, ave
 def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int:
     """What backward keeps for ``tokens`` context tokens and ``slots`` block slots, elements of ``width`` bytes.
 
-    A block slot keeps the inputs of every matmul and norm of a layer; a context token only its keys and values.
+    A block slot keeps the inputs of every matmul and norm of a layer; a context token what its keys and values need.
     """
     shape, drafter = config.target.shape, config.drafter
     hidden = shape.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     inner = drafter.intermediate_size or shape.intermediate_size
-    slot = 4 * hidden + 3 * queries + 4 * keys + 3 * inner
+    slot = 5 * hidden + 3 * queries + 3 * keys + 3 * inner
     if config.trainer.activation_checkpointing:
         slot = hidden + slot // max(1, drafter.num_layers)
-    layers = drafter.num_layers * (slots * slot + tokens * 4 * keys)
+    layers = drafter.num_layers * (slots * slot + tokens * (hidden + 3 * keys))
     ends = tokens * 2 * hidden + slots * 3 * hidden
     return (layers + ends) * width
 

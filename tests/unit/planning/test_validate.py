@@ -37,6 +37,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("responses.truncated", "cut", "keep, drop"), ("features.mode", "disk", "cached, online"),
     ("features.codec", "bfloat16", "bf16, int8, fp32"), ("features.token_budget", 0, "at least 1"),
     ("trainer.micro_batch_size", 3, "must be a multiple of"), ("trainer.precision", "fp16", "bf16, fp32"),
+    ("trainer.attention", "sdpa", "auto, chunked, flex"), ("drafter.sliding_window", 0, "at least 1"),
     ("trainer.max_steps", 0, "at least 1"), ("optimizer.lr", 0.0, "above 0"), ("optimizer.betas", [0.9], "two numbers"),
     ("optimizer.warmup_ratio", 1.5, "at most 1"), ("engine.zero_stage", 4, "0, 1, 2 or 3"),
     ("tracking.mode", "on", "auto, online, offline, disabled"), ("confidence.refit_fraction", 1.0, "below 1"),
@@ -76,6 +77,14 @@ def test_global_batch_divides_over_ranks(composed: Callable[..., Config], monkey
     validate(config)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="2 x 3 ranks = 6. Nearest: 6"):
+        validate(config)
+
+
+def test_compiled_layers_need_whole_parameters(composed: Callable[..., Config]) -> None:
+    config = composed("+experiment=tiny", "trainer.compile=true", "engine.zero_stage=2")
+    validate(config)
+    config.engine.zero_stage = 3
+    with pytest.raises(ConfigError, match="trainer.compile=true does not work with engine.zero_stage=3"):
         validate(config)
 
 
