@@ -179,7 +179,8 @@ def measure(options: dict[str, Any], stage: int, run_dir: Path) -> dict[str, Any
     strange = {name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.") for name in names} - wanted
     if strange or any("embed_tokens" in name or "lm_head" in name for name in names):
         raise RuntimeError(f"{stored} holds more than the trained drafter: {sorted(strange)}")
-    return totals | {"largest_parameter": largest, "checkpoint": sum(path.stat().st_size for path in stored.rglob("*.safetensors"))}
+    size = sum(path.stat().st_size for path in stored.rglob("*.safetensors"))
+    return totals | {"largest_parameter": largest, "checkpoint": size}
 
 
 def child(options: dict[str, Any], folder: Path) -> None:

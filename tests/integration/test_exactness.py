@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "training")]
+sys.path[:0] = [str(HERE.parent / "unit" / "training")]
 
-from test_training import SCRIPT, environ, model, outcome, rows  # noqa: E402
 from tiny_training import SHAPE, TinySource, tiny_config, tiny_drafter  # noqa: E402
 
 from deepspec.objective import Denominators  # noqa: E402
 from deepspec.training.metrics import objective_row  # noqa: E402
 from deepspec.training.module import TrainingModule  # noqa: E402
 from deepspec.training.packs import Packer  # noqa: E402
+from tests.integration.test_training import SCRIPT, environ, model, outcome, rows  # noqa: E402
 
 pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)

@@ -10,15 +10,29 @@ from typing import Iterator
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "unit" / "targets")]
 
-from test_training import SCRIPT, model, outcome, rows  # noqa: E402
+from tiny_targets import random_ids, save_tiny  # noqa: E402
 
+from deepspec.artifacts import begin, complete  # noqa: E402
+from deepspec.config.compose import compose_config  # noqa: E402
+from deepspec.config.paths import responses_dir  # noqa: E402
+from tests.conftest import ROOT  # noqa: E402
+from tests.integration.test_training import SCRIPT, model, outcome, rows  # noqa: E402
 from tests.integration.two_hosts import TwoHosts, kill_tree  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SLOW = "sleep=0.25"  # per read of the source, so that a host can be lost in the middle of the run
 OPTIONS = "micro_batch_size=1,save_every=2"
+MAIN = (
+    "+experiment=tiny", "stages=[features,train]", "target.source=hf", "target.feature_layers=[0,2]",
+    "target.shape={model_type: qwen3, hidden_size: 64, intermediate_size: 96, num_layers: 4, num_heads: 4, "
+    "num_kv_heads: 2, head_dim: 16, vocab_size: 320}",
+    "data.max_length=64", "drafter.markov_rank=8", "trainer.global_batch_size=4", "trainer.micro_batch_size=2",
+    "trainer.num_anchors=8", "trainer.max_steps=4", "trainer.decode_every=2", "trainer.decode_prompts=3",
+    "trainer.decode_tokens=8", "engine.zero_stage=3", "run.seed=11", "run.threads=1", "tracking.mode=disabled",
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +96,44 @@ def test_a_silent_network_ends_the_job_after_the_time_limit(hosts: TwoHosts, bas
     both = hosts.start_ranks(str(SCRIPT), f"train:1:{run}:{OPTIONS},{SLOW}", port=29513,
                              DEEPSPEC_COLLECTIVE_TIMEOUT="15")
     wait_for_step(run, 2)
-    hosts.cut()
-    codes = hosts.finish(*both, timeout=120)
+    with hosts.silent():
+        codes = hosts.finish(*both, timeout=120)
     assert all(code != 0 for code in codes)
     latest = (run / "checkpoints/latest").read_text().strip()
     kept = json.loads((run / "checkpoints" / latest / "state.json").read_text())
     assert 2 <= kept["step"] < 10 and kept["world_size"] == 2
     shutil.rmtree(run)
+
+
+def responses_for(overrides: list[str]) -> None:
+    """Random answers of a random target, where the main job with these options looks for them."""
+    config = compose_config(overrides)
+    save_tiny(Path(config.target.path))
+    directory = responses_dir(config)
+    manifest = begin(directory, "responses", "fingerprint")
+    with open(directory / "responses.jsonl", "w", encoding="utf-8") as handle:
+        for index in range(14):
+            ids = random_ids(30, seed=index).tolist()
+            turn = {"prompt_ids": ids[:8], "response_ids": ids[8:], "finish_reason": "stop", "text": ""}
+            handle.write(json.dumps({"id": f"p{index}", "domain": ("math", "chat")[index % 2], "messages": [],
+                                     "split": "held_out" if index >= 8 else "train", "turns": [turn]}) + "\n")
+    complete(directory, manifest, ["responses.jsonl"])
+
+
+def test_the_main_job_on_two_hosts(hosts: TwoHosts) -> None:
+    main, folder = str(ROOT / "launch" / "train_drafter.py"), hosts.folder
+    common = [*MAIN, f"target.path={folder}/target"]
+    options = {name: [*common, f"run.dir={folder}/main-{name}", f"run.data_root={folder}/data-{name}"]
+               for name in ("both", "alone")}
+    for overrides in options.values():
+        responses_for(overrides)
+    both = hosts.launch(main, *options["both"], port=29514)
+    assert hosts.finish(*both) == [0, 0], hosts.output(0).read_text()[-4000:]
+    assert hosts.finish(hosts.launch_alone(main, *options["alone"])) == [0], hosts.output(0).read_text()[-4000:]
+    assert losses(folder / "main-both") == pytest.approx(losses(folder / "main-alone"), abs=1e-4)
+    assert len(losses(folder / "main-both")) == 4
+    together, alone = (rows(folder / f"main-{name}", "validation.jsonl") for name in ("both", "alone"))
+    assert [row["step"] for row in together] == [2, 4]
+    assert [row["decoded"]["num_prompts"] for row in together] == [3, 3]
+    assert together[0]["decoded"] == alone[0]["decoded"]
+    assert together[-1]["acceptance_length_proxy"] == pytest.approx(alone[-1]["acceptance_length_proxy"], rel=1e-3)

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
 import psutil
 import pytest
@@ -125,11 +126,20 @@ class TwoHosts:
         launcher = str(Path(sys.executable).with_name("deepspeed"))
         return self.start(0, sys.executable, launcher, "--num_accelerators", "1", *script)
 
-    def cut(self) -> None:
-        """Take the cable away: nothing sent arrives any more, and nobody is told."""
-        setup = "from pyroute2 import IPRoute; import sys\nwith IPRoute() as net: " \
-                "net.link('set', index=net.link_lookup(ifname=sys.argv[1])[0], state='down')"
-        subprocess.run([*self._inside(1), sys.executable, "-c", setup, f"{CABLE}1"], check=True, capture_output=True)
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """The cable is out: nothing sent arrives any more, and nobody is told."""
+        self._set_cable("down")
+        try:
+            yield
+        finally:
+            self._set_cable("up")
+
+    def _set_cable(self, state: str) -> None:
+        code = "import sys\nfrom pyroute2 import IPRoute\nwith IPRoute() as net:\n" \
+               "    net.link('set', index=net.link_lookup(ifname=sys.argv[1])[0], state=sys.argv[2])"
+        subprocess.run([*self._inside(1), sys.executable, "-c", code, f"{CABLE}1", state], check=True,
+                       capture_output=True)
 
     def finish(self, *processes: "subprocess.Popen[str]", timeout: float = 240.0) -> list[int]:
         """Exit codes; fails with what the hosts printed when one does not end in ``timeout`` seconds."""
