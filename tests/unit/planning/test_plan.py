@@ -113,6 +113,7 @@ def test_steps_follow_epochs_and_limit(qwen3_4b: Config) -> None:
 def test_packs_decide_memory_and_time(qwen3_4b: Config) -> None:
     counts, trainer = count_parameters(qwen3_4b), qwen3_4b.trainer
     trainer.num_anchors, trainer.global_batch_size = 128, 512
+    trainer.pack_tokens = trainer.pack_anchors = None
     single = work.workload(qwen3_4b, counts)
     assert (single.packs.tokens, single.packs.anchors, single.packs.per_step) == (950, 128, 512)
     trainer.pack_tokens = 8192
@@ -135,7 +136,7 @@ def test_packs_decide_memory_and_time(qwen3_4b: Config) -> None:
 
 def test_ranks_share_the_packs(qwen3_4b: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    qwen3_4b.trainer.pack_tokens = 4096
+    qwen3_4b.trainer.pack_tokens, qwen3_4b.trainer.pack_anchors = 4096, None
     assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).packs.per_step == 15
     qwen3_4b.data.num_workers = 2  # two packs wait and one is being made, beside the one at work
     counts, load = count_parameters(qwen3_4b), work.workload(qwen3_4b, count_parameters(qwen3_4b))
