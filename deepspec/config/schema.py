@@ -98,7 +98,7 @@ class DataConfig:
     held_out_fraction: float = 0.05  # by hash of the prompt id: adding data never moves a row across the split
     min_held_out: int = 8  # per domain; smallest hashes are taken first
     max_length: int = 4096  # tokens of a sample, prompt included
-    num_workers: int = 0  # 0 loads in the training thread; more: a pack ahead, in a thread of its own
+    num_workers: int = 1  # packs a thread of its own keeps ready; 0 makes them in the training thread, when needed
 
 
 @dataclass

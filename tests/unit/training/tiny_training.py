@@ -72,6 +72,7 @@ def tiny_config(run_dir: Path, **trainer: Any) -> Config:
     config.trainer = dataclasses.replace(config.trainer, **(values | trainer))
     config.optimizer = dataclasses.replace(config.optimizer, lr=1e-2, warmup_ratio=0.2)
     config.tracking.mode = "disabled"
+    config.data.num_workers = 0  # tests count reads; see test_training_loading.py for packs made ahead
     return config
 
 
