@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SLOW = "sleep=0.25"  # per read of the source, so that a host can be lost in the middle of the run
 OPTIONS = "micro_batch_size=1,save_every=2"
 MAIN = (
-    "+experiment=tiny", "stages=[features,train]", "target.source=hf", "target.feature_layers=[0,2]",
+    "+experiment=tiny", "stages=[train]", "features=online", "target.source=hf", "target.feature_layers=[0,2]",
     "target.shape={model_type: qwen3, hidden_size: 64, intermediate_size: 96, num_layers: 4, num_heads: 4, "
     "num_kv_heads: 2, head_dim: 16, vocab_size: 320}",
     "data.max_length=64", "drafter.markov_rank=8", "trainer.global_batch_size=4", "trainer.micro_batch_size=2",
@@ -122,18 +122,16 @@ def responses_for(overrides: list[str]) -> None:
 
 def test_the_main_job_on_two_hosts(hosts: TwoHosts) -> None:
     main, folder = str(ROOT / "launch" / "train_drafter.py"), hosts.folder
-    common = [*MAIN, f"target.path={folder}/target"]
-    options = {name: [*common, f"run.dir={folder}/main-{name}", f"run.data_root={folder}/data-{name}"]
-               for name in ("both", "alone")}
-    for overrides in options.values():
-        responses_for(overrides)
-    both = hosts.launch(main, *options["both"], port=29514)
+    options = [*MAIN, f"target.path={folder}/target", f"run.data_root={folder}/data"]
+    responses_for([*options, f"run.dir={folder}/main-both"])
+    both = hosts.launch(main, *options, f"run.dir={folder}/main-both", port=29514)
     assert hosts.finish(*both) == [0, 0], hosts.output(0).read_text()[-4000:]
-    assert hosts.finish(hosts.launch_alone(main, *options["alone"])) == [0], hosts.output(0).read_text()[-4000:]
+    alone = hosts.launch_alone(main, *options, f"run.dir={folder}/main-alone")
+    assert hosts.finish(alone) == [0], hosts.output(0).read_text()[-4000:]
     assert losses(folder / "main-both") == pytest.approx(losses(folder / "main-alone"), abs=1e-4)
     assert len(losses(folder / "main-both")) == 4
-    together, alone = (rows(folder / f"main-{name}", "validation.jsonl") for name in ("both", "alone"))
+    together, single = (rows(folder / f"main-{name}", "validation.jsonl") for name in ("both", "alone"))
     assert [row["step"] for row in together] == [2, 4]
     assert [row["decoded"]["num_prompts"] for row in together] == [3, 3]
-    assert together[0]["decoded"] == alone[0]["decoded"]
-    assert together[-1]["acceptance_length_proxy"] == pytest.approx(alone[-1]["acceptance_length_proxy"], rel=1e-3)
+    assert together[0]["decoded"] == single[0]["decoded"]
+    assert together[-1]["acceptance_length_proxy"] == pytest.approx(single[-1]["acceptance_length_proxy"], rel=1e-3)
