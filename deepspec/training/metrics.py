@@ -3,7 +3,6 @@ once, after the reduction over ranks, so the logged loss is the objective that w
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_bytes
 from deepspec.config.schema import ObjectiveConfig
-from deepspec.errors import InputRefused
+from deepspec.errors import InputRefused, UserError
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -96,15 +95,19 @@ class MetricsFile:
         atomic_write_bytes(self.path, "".join(f"{line}\n" for line in kept).encode())
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row and flush it to the operating system: a killed run keeps what it logged."""
+        """Write one row and flush it to the operating system: a killed run keeps what it logged.
+
+        Raises UserError where that is not possible.
+        """
         if not distributed.is_main():
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(descriptor, (json.dumps(finite(row), allow_nan=False) + "\n").encode())
-        finally:
-            os.close(descriptor)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as handle:
+                handle.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        except OSError as error:
+            raise UserError(f"Could not write to {self.path}: {error}. The last checkpoint is intact. Make room (or "
+                            "check the file system) and run the same command again.") from None
 
 
 def _step_of(line: str, path: Path) -> float:

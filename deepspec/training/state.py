@@ -68,7 +68,7 @@ def scatter(engine: Any, state: Mapping[str, Mapping[str, Tensor]], average: Opt
     """Set masters and moments of a primed engine (``adam_step`` exists) from what ``gather`` returned, and ``average``
     where there is one to set and one to set it from."""
     for name, parameter in named_trainable(engine):
-        for key in ("weights", *MOMENTS):
+        for key in state.keys() - {AVERAGES}:
             _write(engine, parameter, None if key == "weights" else key, state[key][name])
     if average is None:
         return
