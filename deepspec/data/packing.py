@@ -4,6 +4,7 @@ A pure function of the window, so that ranks agree without talking and a resume 
 Where a sample lands changes no number: its anchors are drawn from (seed, epoch, sample id) alone.
 """
 
+import heapq
 from dataclasses import dataclass, field
 from typing import Optional, Sequence
 
@@ -68,25 +69,38 @@ def check_item(item: PackItem, limits: PackLimits) -> None:
 
 def _first_fit(items: Sequence[PackItem], order: Sequence[int], limits: PackLimits) -> list[_Pack]:
     packs: list[_Pack] = []
+    smallest = min(item.tokens for item in items)
+    begin = 0  # packs before it take nothing any more
     for position in order:
         item = items[position]
-        pack = next((pack for pack in packs if pack.takes(item, limits)), None)
-        if pack is None:
-            pack = _Pack()
-            packs.append(pack)
-        pack.add(position, item)
+        while begin < len(packs) and packs[begin].tokens + smallest > limits.tokens:
+            begin += 1
+        for number in range(begin, len(packs)):
+            if packs[number].takes(item, limits):
+                packs[number].add(position, item)
+                break
+        else:
+            packs.append(_Pack())
+            packs[-1].add(position, item)
     return packs
 
 
 def _spread(items: Sequence[PackItem], order: Sequence[int], limits: PackLimits, count: int) -> Optional[list[_Pack]]:
     """``count`` packs of even cost: each sample goes to the cheapest pack that takes it; None if one fits nowhere."""
     packs = [_Pack() for _ in range(count)]
+    cheapest = [(0, number) for number in range(count)]  # a heap of costs
     for position in order:
         item = items[position]
-        taking = [pack for pack in packs if pack.takes(item, limits)]
-        if not taking:
+        passed = []
+        while cheapest and not packs[cheapest[0][1]].takes(item, limits):
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
             return None
-        min(taking, key=lambda pack: limits.cost(pack.tokens, pack.anchors)).add(position, item)
+        pack = packs[cheapest[0][1]]
+        pack.add(position, item)
+        heapq.heapreplace(cheapest, (limits.cost(pack.tokens, pack.anchors), cheapest[0][1]))
+        for entry in passed:
+            heapq.heappush(cheapest, entry)
     return packs
 
 

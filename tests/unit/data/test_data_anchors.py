@@ -98,14 +98,15 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
     assert sample_anchors(mask, 5, seed=0, epoch=0, sample_id="a").tolist() == [167, 271, 315, 530, 688]
 
 
-def test_every_position_is_drawn_equally_often() -> None:
-    mask, draws = torch.ones(41, dtype=torch.bool), 4000
-    counts = np.zeros(41)
+@pytest.mark.parametrize("candidates,budget,draws", [(40, 16, 4000), (700, 512, 10_000)])
+def test_every_position_is_drawn_equally_often(candidates: int, budget: int, draws: int) -> None:
+    mask = torch.ones(candidates + 1, dtype=torch.bool)
+    counts = np.zeros(candidates + 1)
     for epoch in range(draws):
-        counts[sample_anchors(mask, 16, seed=0, epoch=epoch, sample_id="a").numpy()] += 1
-    assert counts[40] == 0  # the last token has no label
-    share = 16 / 40
-    deviation = np.abs(counts[:40] / draws - share) / np.sqrt(share * (1 - share) / draws)
+        counts[sample_anchors(mask, budget, seed=0, epoch=epoch, sample_id="a").numpy()] += 1
+    assert counts[-1] == 0  # the last token has no label
+    share = budget / candidates
+    deviation = np.abs(counts[:-1] / draws - share) / np.sqrt(share * (1 - share) / draws)
     assert deviation.max() < 4.5
 
 
