@@ -166,7 +166,7 @@ class DrafterTrainer:
         self.engine.train()
         if torch.cuda.is_available():
             rehearse(self.engine, self.packer)
-        prime(self.engine, self.packer.shape)
+        prime(self.engine, self.packer.shape, self.packer.stand_in())
         self.average = WeightAverage(self.engine, decay) if decay is not None else None
         if found is not None and saved is not None:
             self._restore(found, saved)
@@ -211,8 +211,8 @@ class DrafterTrainer:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"Rank {distributed.rank()} ran out of memory in step {self.step + 1}: {str(error).splitlines()[0]} "
-                "Lower trainer.micro_batch_size, trainer.num_anchors, data.max_length or objective.chunk_megabytes, "
-                "raise engine.zero_stage, or set trainer.activation_checkpointing=true; then start it again."
+                "Lower trainer.micro_batch_size (with packing: pack_tokens and pack_anchors), trainer.num_anchors, "
+                "data.max_length or objective.chunk_megabytes, raise engine.zero_stage, or set trainer.activation_checkpointing=true; then start it again."
             ) from None
         self.step += 1
         self.epoch = loaded.window.epoch
