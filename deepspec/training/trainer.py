@@ -212,7 +212,8 @@ class DrafterTrainer:
             raise UserError(
                 f"Rank {distributed.rank()} ran out of memory in step {self.step + 1}: {str(error).splitlines()[0]} "
                 "Lower trainer.micro_batch_size (with packing: pack_tokens and pack_anchors), trainer.num_anchors, "
-                "data.max_length or objective.chunk_megabytes, raise engine.zero_stage, or set trainer.activation_checkpointing=true; then start it again."
+                "data.max_length or objective.chunk_megabytes, raise engine.zero_stage, or set "
+                "trainer.activation_checkpointing=true; then start it again."
             ) from None
         self.step += 1
         self.epoch = loaded.window.epoch
