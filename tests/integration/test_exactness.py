@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
 WITHOUT_ANCHORS = (1, 4, 10, 15)
 WINDOW = "count=16,window=16,global_batch_size=16,unsupervised=1+4+10+15"
+ONE = "micro_batch_size=1"
 PACKED = "pack_tokens=64,pack_anchors=12"
 ARRANGEMENTS = {  # ranks -> (ZeRO stages, options); micro-batches of m make 16 / (ranks * m) accumulation steps
     1: [((0,), "micro_batch_size=1"), ((0,), "micro_batch_size=2"), (STAGES, "micro_batch_size=4"),
@@ -207,7 +208,7 @@ def resumed(base: Path) -> Path:
     for ranks, moves in targets.items():
         for before, after in moves:
             shutil.copytree(base / f"stopped-{before}", base / f"moved-{before}-{ranks}-{after}")
-        forked(ranks, *(f"train:{after}:{base}/moved-{before}-{ranks}-{after}:micro_batch_size=1"
+        forked(ranks, *(f"train:{after}:{base}/moved-{before}-{ranks}-{after}:{PACKED if after == 2 else ONE}"
                         for before, after in moves))
     return base
 
