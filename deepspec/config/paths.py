@@ -21,7 +21,16 @@ def target_identity(target: TargetConfig) -> dict[str, object]:
 def prompts_key(config: Config) -> dict[str, object]:
     """What decides the prompts."""
     data = asdict(config.data)
-    names = ("sources", "max_prompts", "held_out_fraction", "min_held_out")
+    data["sources"] = [{name: value for name, value in source.items() if name != "prompt_column" or value}
+                       for source in data["sources"]]
+    names = ["sources", "max_prompts", "held_out_fraction", "min_held_out"]
+    # What is off is left out, so that data of before the option keep their place. The benchmarks of an evaluation are
+    # no part of it: the stage itself looks whether the prompts there are free of them.
+    names += [name for name in ("redaction", "near_duplicate_threshold", "decontaminate") if data[name]]
+    if data["near_duplicate_threshold"]:
+        names.append("near_duplicate_num_perm")
+    if data["decontaminate"]:
+        names.append("decontaminate_ngram")
     return {"data": {name: data[name] for name in names}, "seed": config.run.seed}
 
 

@@ -79,11 +79,13 @@ class SourceConfig:
     """One source of prompts."""
 
     name: str = MISSING
-    kind: str = MISSING  # embedded | jsonl | parquet | hf
+    # embedded | jsonl | parquet | hf (hub id or folder) | requests (JSONL log of OpenAI chat-completions requests)
+    kind: str = MISSING
     path: str = ""  # embedded: math | code | chat; file, folder or hub id otherwise
     split: str = "train"  # hf only
     config_name: Optional[str] = None  # hf only
     revision: Optional[str] = None  # hf only
+    prompt_column: Optional[str] = None  # field with the prompt (text, or messages); null: see data/prompt_rows.py
     domain: str = "chat"
     weight: float = 1.0  # share of max_prompts relative to the other sources
     cap: Optional[int] = None  # at most so many prompts
@@ -95,8 +97,17 @@ class DataConfig:
 
     sources: list[SourceConfig] = field(default_factory=list)
     max_prompts: Optional[int] = None
-    held_out_fraction: float = 0.05  # by hash of the prompt id: adding data never moves a row across the split
+    # by hash of the prompt's content id: adding data never moves a row across the split
+    held_out_fraction: float = 0.05
     min_held_out: int = 8  # per domain; smallest hashes are taken first
+    # builtin (e-mail addresses, telephone numbers, keys) | module:function, text -> text; runs on every text of a
+    # prompt before it is hashed or written
+    redaction: Optional[str] = None
+    near_duplicate_threshold: Optional[float] = 0.8  # Jaccard similarity of word 3-grams; null keeps near duplicates
+    near_duplicate_num_perm: int = 128  # MinHash permutations: 4 bytes of disk per prompt each
+    decontaminate_benchmarks: bool = True  # leave out prompts that hold text of the files of evaluate.benchmarks
+    decontaminate: list[str] = field(default_factory=list)  # more files (JSONL) whose texts no prompt may hold
+    decontaminate_ngram: int = 13  # words in a row that make an overlap; shorter texts: data/decontaminate.py
     max_length: int = 4096  # tokens of a sample, prompt included
     num_workers: int = 1  # packs a thread of its own keeps ready; 0 makes them in the training thread, when needed
 
@@ -125,7 +136,7 @@ class FeaturesConfig:
     """Hidden states: cached on disk, or computed while training."""
 
     mode: str = "cached"  # cached | online
-    codec: str = "bf16"  # bf16 | int8 (per-token scales) | fp32
+    codec: str = "bf16"  # bf16 | int8, fp8-e4m3 (half of it) | lossless (bf16 entropy-coded, about 69 %) | fp32
     token_budget: int = 8192  # tokens per forward
     shard_megabytes: int = 512
 

@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 from deepspec.errors import InputRefused
 
@@ -27,8 +27,27 @@ class ReadCounts:
     blank: int = 0
 
 
+class BadValue(InputRefused):
+    """A row that is whole, but holds a value no strict writer could write back; the rows around it are sound.
+
+    ``reason`` is a short constant to count by."""
+
+    reason = "bad value"
+
+    @classmethod
+    def of(cls, reason: str, message: str) -> "BadValue":
+        """The error with its reason."""
+        error = cls(message)
+        error.reason = reason
+        return error
+
+
+class _Unwritable(ValueError):
+    """(reason, message)"""
+
+
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise _Unwritable("not a JSON number", f"{name} is not JSON")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -36,7 +55,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} occurs twice in one object")
+        raise _Unwritable("duplicate key", f"key {twice!r} occurs twice in one object")
     return result
 
 
@@ -44,10 +63,12 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 
 
 def parse_row(line: str, where: str) -> dict[str, Any]:
-    """One JSON object. Raises InputRefused naming ``where`` for anything a strict writer could not write back:
-    NaN and infinities, duplicate keys, lone surrogates, values other than objects."""
+    """One JSON object. Raises InputRefused naming ``where`` for what is none, and its subclass BadValue for anything a
+    strict writer could not write back: NaN and infinities, duplicate keys, lone surrogates."""
     try:
         value = _DECODER.decode(line.strip(" \t\r\n"))
+    except _Unwritable as error:
+        raise BadValue.of(error.args[0], f"{where}: not a valid JSON row ({error.args[1]}): {_shorten(line)}") from None
     except (ValueError, RecursionError) as error:
         raise InputRefused(f"{where}: not a valid JSON row ({error}): {_shorten(line)}") from None
     if isinstance(value, list):
@@ -60,9 +81,10 @@ def parse_row(line: str, where: str) -> dict[str, Any]:
         raise InputRefused(f"{where}: expected one JSON object per line, found {kind}: {_shorten(line)}")
     # Only an escape can bring a lone surrogate into a text that was valid UTF-8.
     if "\\u" in line and _has_surrogate(value):
-        raise InputRefused(f"{where}: a string holds a lone surrogate (such as \\ud83d without its other half)")
+        problem = "a string holds a lone surrogate (such as \\ud83d without its other half)"
+        raise BadValue.of("lone surrogate", f"{where}: {problem}")
     if "e" in line.lower() and _has_infinity(value):
-        raise InputRefused(f"{where}: a number is too large for a 64-bit float: {_shorten(line)}")
+        raise BadValue.of("number too large", f"{where}: a number is too large for a 64-bit float: {_shorten(line)}")
     return value
 
 
@@ -92,11 +114,12 @@ def _has_infinity(value: Any) -> bool:
     return any(isinstance(item, float) and item in (float("inf"), float("-inf")) for item in _walk(value))
 
 
-def read_rows(path: os.PathLike | str, *, counts: Optional[ReadCounts] = None,
-              torn_tail: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: os.PathLike | str, *, counts: Optional[ReadCounts] = None, torn_tail: bool = False,
+              bad_value: Optional[Callable[[int, BadValue], Any]] = None) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, row). Blank lines are skipped and counted, a byte-order mark is accepted.
 
     ``torn_tail``: the file is one of our own that a kill may have cut; its last line counts only if it is whole.
+    ``bad_value``: gives what to yield for a row with a bad value, instead of an end of the reading.
     Raises InputRefused with ``file:line`` for a bad row and for a file that is missing or not UTF-8.
     """
     counts = counts if counts is not None else ReadCounts()
@@ -110,7 +133,13 @@ def read_rows(path: os.PathLike | str, *, counts: Optional[ReadCounts] = None,
                 if not line.strip():
                     counts.blank += 1
                     continue
-                row = parse_row(line, f"{path}:{number}")
+                row: Any
+                try:
+                    row = parse_row(line, f"{path}:{number}")
+                except BadValue as error:
+                    if bad_value is None:
+                        raise
+                    row = bad_value(number, error)
                 counts.rows += 1
                 yield number, row
     except UnicodeDecodeError as error:
@@ -119,10 +148,11 @@ def read_rows(path: os.PathLike | str, *, counts: Optional[ReadCounts] = None,
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def read_nonempty(path: os.PathLike | str, what: str = "rows") -> Iterator[tuple[int, dict[str, Any]]]:
+def read_nonempty(path: os.PathLike | str, what: str = "rows",
+                  bad_value: Optional[Callable[[int, BadValue], Any]] = None) -> Iterator[tuple[int, Any]]:
     """Like ``read_rows``, but raises InputRefused at the end of a file that has no row."""
     counts = ReadCounts()
-    yield from read_rows(path, counts=counts)
+    yield from read_rows(path, counts=counts, bad_value=bad_value)
     if not counts.rows:
         blank = f" ({counts.blank} blank lines)" if counts.blank else ""
         raise InputRefused(f"{path}: 0 {what}, expected one JSON object per line{blank}. Give a file that has {what}.")

@@ -50,6 +50,14 @@ def conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], Optional[li
     return _with_slots(messages), _tools(row.get("tools"))
 
 
+def from_column(row: dict[str, Any], column: str) -> dict[str, Any]:
+    """A row whose prompt is the field ``column``: text, or a list of messages. Raises RowRefused if it lacks it."""
+    if row.get(column) is None:
+        raise RowRefused("no prompt", f"no field {column} among {sorted(row)[:8]}")
+    rest = {name: row[name] for name in ("system", "tools", "id", "domain") if name in row}
+    return rest | {"prompt" if isinstance(row[column], str) else "messages": row[column]}
+
+
 def content_id(messages: list[dict[str, Any]], tools: Optional[list[dict[str, Any]]]) -> str:
     """Identity of what the target is asked, independent of where it came from."""
     return canonical_hash({"messages": messages, "tools": tools or []}, 20)
@@ -62,6 +70,8 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
             continue
         if name == "prompt" and isinstance(value, str):
             return [{"role": "user", "content": value}]
+        if isinstance(value, str) and value.lstrip()[:1] == "[":
+            value = _json_list(value)  # as Parquet files often hold it
         if not isinstance(value, list):
             raise RowRefused("wrong type", f"{name} is {type(value).__name__}, expected a list")
         if name == "turns":
@@ -69,6 +79,13 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
             return [item for text in value for item in ({"role": "user", "content": text}, dict(SLOT))]
         return value
     raise RowRefused("no prompt", f"none of prompt, turns, messages, conversations among {sorted(row)[:8]}")
+
+
+def _json_list(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _message(item: Any, index: int) -> dict[str, Any]:

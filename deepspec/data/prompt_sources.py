@@ -1,17 +1,27 @@
 """Raw rows of the configured prompt sources, each with the place it came from. No column types are inferred."""
 
-import logging
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Union
 
 from deepspec.config.schema import SourceConfig
 from deepspec.data.embedded import KINDS, embedded_prompts
-from deepspec.data.jsonl import read_nonempty
+from deepspec.data.jsonl import BadValue, read_nonempty
+from deepspec.data.prompt_rows import RowRefused
+from deepspec.data.request_logs import unwrap_request
 from deepspec.errors import ConfigError, InputRefused
 
-log = logging.getLogger(__name__)
+Located = tuple[str, Union[dict[str, Any], RowRefused]]  # ("file:line" or the like, row or why there is none)
+FILE_KINDS = {"jsonl": "jsonl", "requests": "jsonl", "parquet": "parquet"}  # kind -> how its files' names end
 
-Located = tuple[str, dict[str, Any]]  # ("file:line" or the like, row)
+
+def source_paths(source: SourceConfig) -> list[Path]:
+    """The local files of a source, sorted; none for kinds that read no files and for a path that does not exist."""
+    if source.kind not in FILE_KINDS or not source.path:
+        return []
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return sorted(path.rglob(f"*.{FILE_KINDS[source.kind]}"))
+    return [path] if path.exists() else []
 
 
 def read_source(source: SourceConfig, *, limit: Optional[int], seed: int) -> Iterator[Located]:
@@ -23,28 +33,51 @@ def read_source(source: SourceConfig, *, limit: Optional[int], seed: int) -> Ite
         rows = embedded_prompts(source.path, limit, seed)
         return ((f"{source.name}[{index}]", row) for index, row in enumerate(rows))
     if source.kind == "jsonl":
-        return _read_files(source, "*.jsonl", _read_jsonl)
+        return _read_files(source, _read_jsonl)
+    if source.kind == "requests":
+        return (_unwrapped(where, row) for where, row in _read_files(source, _read_jsonl))
     if source.kind == "parquet":
-        return _read_files(source, "*.parquet", _read_parquet)
+        return _read_files(source, _read_parquet)
     if source.kind == "hf":
         return _read_hub(source)
-    raise ConfigError(f"Source {source.name!r}: kind={source.kind!r} is not one of embedded, jsonl, parquet, hf.")
+    raise ConfigError(f"Source {source.name!r}: kind={source.kind!r} is not one of embedded, jsonl, requests, parquet, "
+                      "hf.")
 
 
-def _read_files(source: SourceConfig, pattern: str, read: Any) -> Iterator[Located]:
-    path = Path(source.path).expanduser()
-    if not source.path or not path.exists():
+def _read_files(source: SourceConfig, read: Callable[[Path], Iterator[Located]]) -> Iterator[Located]:
+    if not source.path or not Path(source.path).expanduser().exists():
         raise InputRefused(f"Source {source.name!r}: path {source.path!r} does not exist. Correct its path.")
-    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    files = source_paths(source)
     if not files:
-        raise InputRefused(f"Source {source.name!r}: no {pattern} in {path}. Correct its path.")
+        ending = FILE_KINDS[source.kind]
+        raise InputRefused(f"Source {source.name!r}: no *.{ending} in {source.path}. Correct its path.")
     for file in files:
         yield from read(file)
 
 
+def _refused(_: int, error: BadValue) -> RowRefused:
+    return RowRefused(error.reason)
+
+
 def _read_jsonl(path: Path) -> Iterator[Located]:
-    for number, row in read_nonempty(path, "prompts"):
+    for number, row in read_nonempty(path, "prompts", bad_value=_refused):
         yield f"{path}:{number}", row
+
+
+def _unwrapped(where: str, row: Union[dict[str, Any], RowRefused]) -> Located:
+    try:
+        return where, row if isinstance(row, RowRefused) else unwrap_request(row)
+    except RowRefused as refusal:
+        return where, refusal
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of a columnar file as it was before: Arrow gives every object the keys of all others, with nulls."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _read_parquet(path: Path) -> Iterator[Located]:
@@ -59,8 +92,8 @@ def _read_parquet(path: Path) -> Iterator[Located]:
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:row {number}", row
-    except (pyarrow.ArrowInvalid, OSError) as error:
+                    yield f"{path}:row {number}", _without_nulls(row)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputRefused(f"{path}: not readable as Parquet after row {number} ({_first_line(error)}).") from None
     if not number:
         raise InputRefused(f"{path}: 0 prompts, expected one prompt per row. Give a file that has prompts.")
@@ -71,10 +104,15 @@ def _read_hub(source: SourceConfig) -> Iterator[Located]:
         import datasets
     except ImportError:
         raise InputRefused(f"Source {source.name!r} needs datasets. Install it with: pip install datasets") from None
+    folder = Path(source.path).expanduser()
     try:
-        rows = datasets.load_dataset(
-            source.path, source.config_name, split=source.split, revision=source.revision,
-        )
+        if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(str(folder))  # written by save_to_disk
+            rows = rows[source.split] if isinstance(rows, dict) else rows
+        else:
+            rows = datasets.load_dataset(
+                source.path, source.config_name, split=source.split, revision=source.revision,
+            )
     except Exception as error:  # the hub client raises its own types, those of its HTTP library, and builtin ones
         raise InputRefused(
             f"Source {source.name!r}: the dataset {source.path!r} (split {source.split!r}) could not be loaded "
@@ -82,7 +120,7 @@ def _read_hub(source: SourceConfig) -> Iterator[Located]:
             f"or Parquet and use kind=jsonl or kind=parquet with its path."
         ) from None
     for number, row in enumerate(rows):
-        yield f"{source.path}[{number}]", row
+        yield f"{source.path}[{number}]", _without_nulls(row)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 from deepspec import artifacts
 from deepspec.config import paths
 from deepspec.config.schema import Config
+from deepspec.data.decontaminate import decontamination_files
+from deepspec.data.prompt_sources import FILE_KINDS, source_paths
+from deepspec.data.redaction import load_redaction
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning import work
 from deepspec.planning.estimate import is_present, needed_disk, plan_stages, stage_output
@@ -123,7 +126,7 @@ def _sources(config: Config, stages: list[str]) -> None:
             _package(PACKAGES[source.path], f"the embedded {source.path} prompts")
         elif source.kind == "hf":
             _package("datasets", f"source {source.name!r} of kind hf")
-        elif source.kind in ("jsonl", "parquet"):
+        elif source.kind in FILE_KINDS:
             if source.kind == "parquet":
                 _package("pyarrow", f"source {source.name!r} of kind parquet")
             path = Path(source.path).expanduser()
@@ -132,8 +135,18 @@ def _sources(config: Config, stages: list[str]) -> None:
             if path.is_file() and path.stat().st_size == 0:
                 raise InputRefused(f"{key} is an empty file: 0 prompts. Every line should hold one JSON object, for "
                                    'example {"prompt": "..."}.')
-            if path.is_dir() and not any(path.glob(f"**/*.{source.kind}")):
-                raise InputRefused(f"{key} is a folder without any .{source.kind} file.")
+            if path.is_dir() and not source_paths(source):
+                raise InputRefused(f"{key} is a folder without any .{FILE_KINDS[source.kind]} file.")
+
+
+def _cleaning(config: Config, stages: list[str]) -> None:
+    if "prompts" not in stages:
+        return
+    load_redaction(config.data.redaction)
+    for file in decontamination_files(config):
+        if not Path(file.path).expanduser().is_file():
+            raise InputRefused(f"Prompts are to be free of benchmark {file.name!r}, but {file.path!r} is not a file. "
+                               "Give it, or use data.decontaminate_benchmarks=false or another data.decontaminate.")
 
 
 def _servers(config: Config, stages: list[str]) -> None:
@@ -194,6 +207,6 @@ def _disk(config: Config) -> None:
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (_places, _inputs, _report, _target, _sources, _servers, _benchmarks, _checkpoint):
+    for check in (_places, _inputs, _report, _target, _sources, _cleaning, _servers, _benchmarks, _checkpoint):
         check(config, list(stages))
     _disk(config)

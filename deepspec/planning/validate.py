@@ -10,11 +10,12 @@ from deepspec.config.schema import MISSING, STAGES, Config, draft_length
 from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
 from deepspec.planning.require import choice, require, whole, wholes, within
+from deepspec.planning.validate_data import check_cleaning
 from deepspec.planning.validate_training import check_objective, check_trainer
 
 DTYPES = ("bfloat16", "float32")
 SOURCES = ("hf", "gguf_package", "micro")
-SOURCE_KINDS = ("embedded", "jsonl", "parquet", "hf")
+SOURCE_KINDS = ("embedded", "jsonl", "requests", "parquet", "hf")
 MODES = ("none", "fixed", "scheduled")
 
 
@@ -135,6 +136,7 @@ def _data(config: Config) -> None:
     wholes("data", data, ("max_prompts",), 1)
     within("data.held_out_fraction", data.held_out_fraction, 0.0, 1.0, open_high=True)
     whole("data.min_held_out", data.min_held_out, 0)
+    check_cleaning(data)
     if {"prompts", "confidence"} <= set(config.stages) and config.drafter.confidence_head:
         require(data.min_held_out > 0 or data.held_out_fraction > 0, "data.min_held_out", data.min_held_out,
                 "at least 1 with data.held_out_fraction=0: stage confidence reads held-out prompts")
@@ -154,7 +156,7 @@ def _data(config: Config) -> None:
     within("responses.error_limit", responses.error_limit, 0.0, 1.0)
     choice("responses.truncated", responses.truncated, ("keep", "drop"))
     choice("features.mode", features.mode, ("cached", "online"))
-    choice("features.codec", features.codec, ("bf16", "int8", "fp32"))
+    choice("features.codec", features.codec, ("bf16", "int8", "fp8-e4m3", "lossless", "fp32"))
     wholes("features", features, ("token_budget", "shard_megabytes"), 1)
 
 

@@ -15,6 +15,8 @@ from deepspec.config.paths import (
     features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir,
 )
 from deepspec.config.schema import STAGES, Config
+from deepspec.data.decontaminate import decontamination_files
+from deepspec.data.prompt_sources import FILE_KINDS
 from deepspec.errors import InputRefused
 from deepspec.profiling.files import hardware
 from deepspec.training.identity import start_hash
@@ -128,7 +130,8 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def up_to_date(config: Config, stage: str) -> bool:
     """Whether the stage finished with these very inputs and options and its output is still what it wrote."""
-    if stage == "prompts" and any(source.kind in ("jsonl", "parquet") for source in config.data.sources):
+    if stage == "prompts" and (any(source.kind in FILE_KINDS for source in config.data.sources)
+                               or decontamination_files(config) or config.data.redaction):
         return False  # the stage itself compares the files' contents
     if stage == "report" and config.runs:
         return False  # what the other runs hold now is not looked up here

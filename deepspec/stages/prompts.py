@@ -1,30 +1,53 @@
 """Stage: collect the prompts of a run."""
 
 import logging
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from deepspec import artifacts, distributed
 from deepspec.config import paths
 from deepspec.config.schema import Config
-from deepspec.data.jsonl import dump_row
-from deepspec.data.prompts import PROMPTS_FILE, SPLITS, collect
+from deepspec.data.collect import OUTPUTS, collect
+from deepspec.data.decontaminate import BenchmarkFile, BenchmarkIndex, Match, decontamination_files
+from deepspec.data.prompt_sources import source_paths
+from deepspec.data.prompts import SPLITS, read_prompts
+from deepspec.data.redaction import redaction_file
 from deepspec.data.rendezvous import wait_for
+from deepspec.data.totals import Totals
 
 log = logging.getLogger(__name__)
 
 
 def source_files(config: Config) -> dict[str, str]:
-    """Hashes of the local files that prompts are read from: an edited file is another input."""
+    """Hashes of the local files that decide the prompts: an edited file is another input."""
     hashes = {}
     for source in config.data.sources:
-        path = Path(source.path).expanduser()
-        if source.kind not in ("jsonl", "parquet") or not source.path or not path.exists():
-            continue
-        files = sorted(path.rglob(f"*.{source.kind}")) if path.is_dir() else [path]
-        hashes.update({f"{source.name}:{file.name}": artifacts.sha256_file(file) for file in files})
-    return hashes
+        root = Path(source.path).expanduser()
+        for file in source_paths(source):
+            name = file.name if file == root else file.relative_to(root).as_posix()
+            hashes[f"{source.name}:{name}"] = artifacts.sha256_file(file)
+    for path in config.data.decontaminate:
+        hashes[f"decontaminate:{path}"] = artifacts.sha256_file(Path(path).expanduser())
+    own = redaction_file(config.data.redaction)
+    return hashes | ({"redaction": artifacts.sha256_file(own)} if own else {})
+
+
+def _free_of(directory: Path, files: list[BenchmarkFile], ngram: int) -> bool:
+    """Whether finished prompts are free of the benchmarks: they were collected against them, or hold none of their
+    text anyway. So another evaluation makes prompts, and all that follows, anew only if it has to."""
+    facts = artifacts.require_complete(directory, "Prompts", "data_prep/collect_prompts.py").facts
+    known = set(facts.get("decontaminated", {}).values()) if facts.get("decontaminate_ngram") == ngram else set()
+    files = [file for file in files if artifacts.sha256_file(Path(file.path).expanduser()) not in known]
+    if not files:
+        return True
+    index = BenchmarkIndex(files, ngram)
+    names = ", ".join(file.name for file in files)
+    log.info("prompts: comparing those in %s with %s", directory, names)
+    found: Optional[Match] = next(filter(None, (index.match(row.messages) for row in read_prompts(directory))), None)
+    if found:
+        log.warning("prompts: those in %s hold text of %s (%r); they are collected again without", directory,
+                    found.benchmark, found.ngram)
+    return found is None
 
 
 def run(config: Config) -> None:
@@ -32,25 +55,30 @@ def run(config: Config) -> None:
     directory = paths.prompts_dir(config)
     key = paths.prompts_key(config)
     inputs = source_files(config)
+    benchmarks = decontamination_files(config)
     fingerprint = artifacts.canonical_hash({"key": key, "files": inputs})
-    if artifacts.is_complete(directory, fingerprint):
-        log.info("prompts: up to date (%s)", directory)
-        return
     if distributed.rank() != 0:
         wait_for(lambda: artifacts.is_complete(directory, fingerprint), lambda: f"prompts: waiting for {directory}")
         return
+    ngram = config.data.decontaminate_ngram
+    if artifacts.is_complete(directory, fingerprint) and _free_of(directory, benchmarks, ngram):
+        log.info("prompts: up to date (%s)", directory)
+        return
     manifest = artifacts.begin(directory, "prompts", fingerprint, inputs=inputs, config=key, seed=config.run.seed)
-    rows, counts = collect(config.data, config.run.seed)
-    payload = b"".join(dump_row(row.to_json()) for row in rows)
-    artifacts.atomic_write_bytes(directory / PROMPTS_FILE, payload)
-    facts: dict[str, Any] = {
-        "sources": {name: _plain(vars(count)) for name, count in counts.items()},
-        "splits": {split: sum(row.split == split for row in rows) for split in SPLITS},
-        "domains": dict(sorted(Counter(row.domain for row in rows).items())),
+    totals = collect(config.data, config.run.seed, directory, benchmarks)
+    facts = _facts(totals, ngram)
+    artifacts.complete(directory, manifest, OUTPUTS, facts)
+    log.info("prompts: %d train, %d held out, in %s\n%s", facts["splits"]["train"], facts["splits"]["held_out"],
+             directory, totals.table())
+
+
+def _facts(totals: Totals, ngram: int) -> dict[str, Any]:
+    benchmarks = totals.decontamination["benchmarks"]
+    return {
+        "sources": {name: {"read": counts.read, "valid": counts.valid, "kept": counts.kept,
+                           "refused": dict(sorted(counts.refused.items()))} for name, counts in totals.sources.items()},
+        "splits": {split: totals.everything().splits[split] for split in SPLITS},
+        "domains": {name: counts.total() for name, counts in sorted(totals.domains.items())},
+        "decontaminate_ngram": ngram,
+        "decontaminated": {name: facts["sha256"] for name, facts in benchmarks.items()},
     }
-    artifacts.complete(directory, manifest, [PROMPTS_FILE], facts)
-    log.info("prompts: %d train, %d held out, in %s", facts["splits"]["train"], facts["splits"]["held_out"], directory)
-
-
-def _plain(counts: dict[str, Any]) -> dict[str, Any]:
-    return counts | {"refused": dict(sorted(counts["refused"].items()))}

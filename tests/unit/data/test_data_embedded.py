@@ -4,12 +4,12 @@ import importlib
 import logging
 
 import pytest
+from gathered import gather
 
-from deepspec.config.schema import DataConfig, SourceConfig
+from deepspec.config.schema import SourceConfig
 from deepspec.data.embedded import embedded_prompts
 from deepspec.data.embedded_chat import WRITTEN
 from deepspec.data.prompt_rows import conversation
-from deepspec.data.prompts import collect
 from deepspec.errors import ConfigError, InputRefused
 
 
@@ -83,6 +83,6 @@ def test_competition_problems_have_their_own_ids() -> None:
 def test_embedded_sources_grow_without_losing_prompts() -> None:
     def ids(count: int) -> set[str]:
         sources = [SourceConfig(name=kind, kind="embedded", path=kind, domain=kind) for kind in ("code", "chat")]
-        return {row.id for row in collect(DataConfig(sources=sources, max_prompts=count), seed=0)[0]}
+        return {row.id for row in gather(*sources, max_prompts=count)[0]}
 
     assert ids(40) < ids(90)

@@ -8,29 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gathered import gather, source, write
 from tiny_data import chat
 
 from deepspec.config.schema import DataConfig, SourceConfig
+from deepspec.data.collect import collect
+from deepspec.data.mixture import apportion
 from deepspec.data.prompt_rows import SLOT, RowRefused, content_id, conversation
-from deepspec.data.prompts import apportion, collect
 from deepspec.errors import ConfigError, InputRefused
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
 TOOL = {"role": "tool", "content": "7", "tool_call_id": "x"}
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def source(path: object, **options: Any) -> SourceConfig:
-    return SourceConfig(**({"name": "own", "kind": "jsonl", "path": str(path)} | options))
-
-
-def gather(*sources: SourceConfig, **options: Any) -> tuple[list, dict]:
-    return collect(DataConfig(sources=list(sources), **options), seed=0)
 
 
 @pytest.mark.parametrize("row", [
@@ -190,9 +179,9 @@ def test_no_share_falls_when_the_total_grows() -> None:
     ({"sources": [SourceConfig("x", "jsonl", "p")], "held_out_fraction": 1.0}, "held_out_fraction=1.0"),
     ({"sources": [SourceConfig("x", "jsonl", "p")], "max_prompts": 0}, "max_prompts=0"),
 ])
-def test_wrong_options_are_named(options: dict[str, Any], problem: str) -> None:
+def test_wrong_options_are_named(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
-        collect(DataConfig(**options), seed=0)
+        collect(DataConfig(**options), 0, tmp_path)
     assert problem in str(refusal.value)
 
 
@@ -242,6 +231,7 @@ def test_a_dataset_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_prompts_does_not_load_optional_packages() -> None:
-    code = ("import sys, deepspec.data.prompts, deepspec.data.embedded\n"
-            "assert not {'datasets', 'pyarrow', 'reasoning_gym', 'torch', 'transformers'} & set(sys.modules)")
+    code = ("import sys, deepspec.data.collect, deepspec.data.embedded\n"
+            "names = {'datasets', 'datasketch', 'pyarrow', 'reasoning_gym', 'torch', 'transformers'}\n"
+            "assert not names & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
