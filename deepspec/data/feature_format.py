@@ -1,9 +1,9 @@
 """What a feature store holds: header, records, sizes and the check that its numbers are usable."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ INDEX = "index.jsonl"
 PRODUCER = "features"
 CONVENTION = "layer i = output of decoder layer i (HF hidden_states[i+1]); last_hidden after the final norm"
 COMMAND = "data_prep/extract_features.py"
+STORE_VERSION = 2  # 1 had CRC-32 checksums
 # A norm squares its input: anything larger overflows float32 there although it is still finite here.
 LARGEST_MAGNITUDE = 1e18
 
@@ -30,16 +31,19 @@ class StoreHeader:
     responses_fingerprint: str
     layers: tuple[int, ...]
     hidden_size: int
-    codec: str  # bf16 | int8 | fp32
+    codec: str  # one of feature_codec.CODECS
     source_dtype: str  # of the target's arithmetic
     convention: str = CONVENTION
-    store_version: int = 1
+    store_version: int = STORE_VERSION
 
-    def layout(self, tokens: int, label_rows: int) -> codecs.Layout:
-        """Byte layout of one sample."""
-        return codecs.layout(
-            self.codec, tokens=tokens, label_rows=label_rows, layers=len(self.layers), width=self.hidden_size,
-        )
+    def layout(self, tokens: int, label_rows: int, coded: Sequence[int] = ()) -> codecs.Layout:
+        """Byte layout of one sample; ``coded`` are the sizes of its entropy-coded parts, if it has any."""
+        return codecs.layout(self.codec, tokens=tokens, label_rows=label_rows, layers=len(self.layers),
+                             width=self.hidden_size, coded=coded)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the same before and after a round trip through JSON."""
+        return asdict(self) | {"layers": list(self.layers)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,18 @@ class Record:
     offset: int
     tokens: int
     label_rows: int
-    crc32: int
+    xxh3: str  # 64 bits as 16 hex digits, over all bytes of the sample
+    coded: tuple[int, ...] = ()  # bytes of the entropy-coded parts of features and last hidden; lossless only
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of an index; what is empty is left out."""
+        values = asdict(self) | {"coded": list(self.coded)}
+        return values if self.coded else {name: value for name, value in values.items() if name != "coded"}
+
+
+def record_from_json(values: dict[str, Any]) -> Record:
+    """Record as it was written."""
+    return Record(**(values | {"coded": tuple(values.get("coded", ()))}))
 
 
 class BadFeatures(InputRefused):
@@ -61,12 +76,23 @@ class BadFeatures(InputRefused):
 
 
 def estimate_bytes(header: StoreHeader, samples: Iterable[Sample]) -> int:
-    """Bytes of the store on disk, shard lists and index included (about 400 bytes per sample)."""
+    """Bytes of the store on disk, shard lists and index included (about 400 bytes per sample).
+
+    What lossless coding saves is assumed: feature_codec.ASSUMED_LOSSLESS_SHARE.
+    """
     total = 0
     for sample in samples:
         rows = int(valid_anchors(sample.loss_mask).numel())
         total += header.layout(len(sample.input_ids), rows).size + 2 * (150 + len(sample.sample_id.encode()))
     return total
+
+
+def describe_estimate(header: StoreHeader, needed: int) -> str:
+    """The estimate as printed, with what it takes for granted."""
+    assumed = ""
+    if header.codec == "lossless":
+        assumed = f" (assuming {codecs.ASSUMED_LOSSLESS_SHARE:.0%} of bf16's bytes)"
+    return f"about {human_bytes(needed)} as {header.codec}{assumed}"
 
 
 def require_disk(directory: Path, needed: int) -> None:
@@ -92,7 +118,7 @@ def human_bytes(count: float) -> str:
 
 def check_finite(header: StoreHeader, sample_id: str, features: torch.Tensor, last_hidden: torch.Tensor) -> None:
     """Raise BadFeatures naming the sample and the layer of a NaN, an infinity or an absurd magnitude."""
-    if _usable(features) and _usable(last_hidden):
+    if usable(features) and usable(last_hidden):
         return
     per_layer = features.reshape(len(features), len(header.layers), -1)
     named = [(f"layer {layer}", per_layer[:, index]) for index, layer in enumerate(header.layers)]
@@ -106,7 +132,7 @@ def check_finite(header: StoreHeader, sample_id: str, features: torch.Tensor, la
             )
 
 
-def _usable(values: torch.Tensor) -> bool:
+def usable(values: torch.Tensor) -> bool:
     """One pass without a copy; a NaN makes both extremes NaN and the comparisons false."""
     if values.numel() == 0:
         return True
@@ -119,7 +145,11 @@ def read_header(directory: Path) -> tuple[artifacts.Manifest, StoreHeader]:
     manifest = artifacts.require_complete(directory, "Features", COMMAND)
     if manifest.producer != PRODUCER or "header" not in manifest.facts:
         raise InputRefused(f"{directory} was made by stage {manifest.producer!r}, expected {PRODUCER!r}.")
-    return manifest, header_from_json(manifest.facts["header"])
+    header = header_from_json(manifest.facts["header"])
+    if header.store_version != STORE_VERSION:
+        raise InputRefused(f"{directory} has store_version {header.store_version}, this code reads {STORE_VERSION}. "
+                           f"Delete it and make the features again with: {COMMAND}")
+    return manifest, header
 
 
 def header_from_json(values: dict[str, Any]) -> StoreHeader:

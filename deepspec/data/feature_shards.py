@@ -5,19 +5,16 @@ import hashlib
 import json
 import logging
 import os
-import zlib
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Optional, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from deepspec import artifacts
-from deepspec.data import feature_codec as codecs
-from deepspec.data.anchors import valid_anchors
 from deepspec.data.batch import Sample
-from deepspec.data.feature_format import COMMAND, INDEX, BadFeatures, Record, StoreHeader, check_finite, human_bytes
+from deepspec.data.feature_format import COMMAND, INDEX, Record, StoreHeader, human_bytes
+from deepspec.data.feature_records import Pieces, encode_record
 from deepspec.data.jsonl import dump_row
 from deepspec.errors import UserError
 
@@ -65,14 +62,17 @@ def clean_shards(directory: os.PathLike | str, header: StoreHeader, *, rank: int
     """
     removed = 0
     folder = Path(directory)
+    for path in folder.glob(f".{INDEX}.*") if rank == 0 else ():
+        path.unlink()
     names = sorted({path.name.removeprefix(".").split(".")[0] for path in folder.glob("*shard-*")})
     for name in names[rank::world_size]:
-        (folder / f".{name}.bin.tmp").unlink(missing_ok=True)
+        for path in folder.glob(f".{name}.*"):
+            path.unlink()
         if not (folder / f"{name}.json").exists():
             (folder / f"{name}.bin").unlink(missing_ok=True)
             continue
         problem = shard_problem(folder, name)
-        if problem is None and read_shard(folder, name)["header"] != _plain(header):
+        if problem is None and read_shard(folder, name)["header"] != header.to_json():
             problem = "made from other features"
         if problem:
             log.warning("%s.bin: %s; it will be made again", folder / name, problem)
@@ -111,8 +111,54 @@ def join_index(directory: os.PathLike | str, order: Sequence[str], quarantined: 
     return shards
 
 
-def _plain(header: StoreHeader) -> dict[str, Any]:
-    return asdict(header) | {"layers": list(header.layers)}
+class ShardFile:
+    """A shard being written under a temporary name; it exists, or replaces the one of its name, once it is sealed."""
+
+    def __init__(self, directory: os.PathLike | str, name: str, header: StoreHeader) -> None:
+        self._directory, self.name, self._header = Path(directory), name, header
+        self._temporary = self._directory / f".{name}.bin.tmp"
+        self._handle: Optional[BinaryIO] = open(self._temporary, "wb")
+        self._digest, self._records = hashlib.sha256(), list[dict[str, Any]]()
+        self.bytes = 0
+
+    @property
+    def samples(self) -> int:
+        return len(self._records)
+
+    def append(self, record: Record, pieces: Pieces) -> None:
+        """Add the bytes of one sample."""
+        assert self._handle is not None, "sealed"
+        line = replace(record, offset=self.bytes, shard="").to_json()
+        for piece in pieces:
+            self._handle.write(piece)
+            self._digest.update(piece)
+            self.bytes += len(piece)
+        self._records.append(line)
+
+    def seal(self) -> None:
+        """Sync and rename the data, then write the list."""
+        assert self._handle is not None, "sealed"
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        self._handle.close()
+        self._handle = None
+        os.replace(self._temporary, self._directory / f"{self.name}.bin")
+        artifacts.fsync_directory(self._directory)
+        values = {"header": self._header.to_json(), "bytes": self.bytes, "sha256": self._digest.hexdigest(),
+                  "records": self._records}
+        payload = json.dumps(values, ensure_ascii=False).encode()
+        artifacts.atomic_write_bytes(self._directory / f"{self.name}.json", payload)
+
+    def abandon(self) -> None:
+        """Drop it."""
+        if self._handle is None:
+            return
+        try:
+            self._handle.close()
+        except OSError:
+            pass  # closing flushes what a full disk did not take
+        self._handle = None
+        self._temporary.unlink(missing_ok=True)
 
 
 class FeatureWriter:
@@ -125,32 +171,20 @@ class FeatureWriter:
     def __init__(self, directory: os.PathLike | str, header: StoreHeader, *, shard_bytes: int, rank: int = 0) -> None:
         self.directory, self.header = Path(directory), header
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._shard_bytes, self._rank = shard_bytes, rank
-        prefix = f"shard-{rank:05d}-"
-        taken = [int(name.removeprefix(prefix)) for name in shard_names(directory) if name.startswith(prefix)]
-        self._sequence = max(taken, default=-1) + 1
-        self._handle: Optional[BinaryIO] = None
-        self._digest, self._offset, self._records = hashlib.sha256(), 0, list[dict[str, Any]]()
+        self._shard_bytes, self._prefix = shard_bytes, f"shard-{rank:05d}-"
+        names = [name for name in shard_names(directory) if name.startswith(self._prefix)]
+        self._sequence = max((int(name.removeprefix(self._prefix)) for name in names), default=-1) + 1
+        self._shard: Optional[ShardFile] = None
         self.samples = self.bytes = 0
 
     def write(self, sample: Sample, split: str, features: Tensor, last_hidden: Tensor) -> None:
         """Store ``features [T, M*D]`` and the rows of ``last_hidden [T, D]`` that predict a supervised label."""
-        self._check_shapes(sample, features, last_hidden)
-        rows = valid_anchors(sample.loss_mask)
-        needed = last_hidden[rows.to(last_hidden.device)]
-        check_finite(self.header, sample.sample_id, features, needed)
-        pieces = self._encode(sample, features, needed)
-        checksum = 0
-        for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-        record = Record(  # the offset is 0 again once a shard is sealed
-            sample_id=sample.sample_id, domain=sample.domain, split=split, shard="", offset=self._offset,
-            tokens=len(sample.input_ids), label_rows=len(rows), crc32=checksum,
-        )
+        record, pieces = encode_record(self.header, sample, split, features, last_hidden)
         try:
-            self._append(pieces)
-            self._records.append(asdict(record))
-            if self._offset >= self._shard_bytes:
+            if self._shard is None:
+                self._shard = ShardFile(self.directory, f"{self._prefix}{self._sequence:05d}", self.header)
+            self._shard.append(record, pieces)
+            if self._shard.bytes >= self._shard_bytes:
                 self._seal()
         except OSError as error:
             raise self._disk_error(error) from None
@@ -164,83 +198,33 @@ class FeatureWriter:
 
     def abandon(self) -> None:
         """Drop the shard under construction."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle, self._offset = None, 0
-            self._path(".bin.tmp", hidden=True).unlink(missing_ok=True)
-
-    def _check_shapes(self, sample: Sample, features: Tensor, last_hidden: Tensor) -> None:
-        tokens, width = len(sample.input_ids), self.header.hidden_size
-        expected = ((tokens, len(self.header.layers) * width), (tokens, width))
-        found = (tuple(features.shape), tuple(last_hidden.shape))
-        if found != expected:
-            raise BadFeatures(
-                f"sample {sample.sample_id!r} has {tokens} tokens: features and last_hidden must be {expected}, found "
-                f"{found}. A server that reuses cached prefixes returns fewer rows; switch its prefix caching off."
-            )
-
-    def _encode(self, sample: Sample, features: Tensor, needed: Tensor) -> list[bytes]:
-        """The record as pieces in file order. Encoded where the tensors are, so a GPU sends the stored size only."""
-        tokens = len(sample.input_ids)
-        layout = self.header.layout(tokens, len(needed))
-        per_layer = features.detach().reshape(tokens, len(self.header.layers), -1)
-        feature_data, feature_scales = codecs.encode(per_layer, self.header.codec)
-        hidden_data, hidden_scales = codecs.encode(needed.detach(), self.header.codec)
-        pieces, position = [], 0
-        for section, content in (
-            (layout.ids, sample.input_ids.numpy().astype(np.int32).tobytes()),
-            (layout.mask, sample.loss_mask.numpy().astype(np.uint8).tobytes()),
-            (layout.features, codecs.to_bytes(feature_data.cpu())),
-            (layout.feature_scales, codecs.to_bytes(feature_scales.cpu())),
-            (layout.hidden, codecs.to_bytes(hidden_data.cpu())),
-            (layout.hidden_scales, codecs.to_bytes(hidden_scales.cpu())),
-        ):
-            assert len(content) == section.size, "layout and codec disagree"
-            pieces += [bytes(section.offset - position), content]
-            position = section.offset + section.size
-        return [*pieces, bytes(layout.size - position)]
-
-    def _append(self, pieces: list[bytes]) -> None:
-        if self._handle is None:
-            self._handle = open(self._path(".bin.tmp", hidden=True), "wb")
-            self._digest, self._records = hashlib.sha256(), []
-        for piece in pieces:
-            self._handle.write(piece)
-            self._digest.update(piece)
-            self._offset += len(piece)
+        if self._shard is not None:
+            self._shard.abandon()
+            self._shard = None
 
     def _seal(self) -> None:
-        if self._handle is None:
+        if self._shard is None:
             return
-        self._handle.flush()
-        os.fsync(self._handle.fileno())
-        self._handle.close()
-        self._handle = None
-        os.replace(self._path(".bin.tmp", hidden=True), self._path(".bin"))
-        artifacts.fsync_directory(self.directory)
-        values = {
-            "header": _plain(self.header), "bytes": self._offset, "sha256": self._digest.hexdigest(),
-            "records": self._records,
-        }
-        artifacts.atomic_write_bytes(self._path(".json"), json.dumps(values, ensure_ascii=False).encode())
-        self.samples += len(self._records)
-        self.bytes += self._offset
+        self._shard.seal()
+        self.samples += self._shard.samples
+        self.bytes += self._shard.bytes
         self._sequence += 1
-        self._offset = 0
-
-    def _path(self, suffix: str, hidden: bool = False) -> Path:
-        return self.directory / f"{'.' if hidden else ''}shard-{self._rank:05d}-{self._sequence:05d}{suffix}"
+        self._shard = None
 
     def _disk_error(self, error: OSError) -> Exception:
-        try:
-            self.abandon()
-        except OSError:
-            # Closing flushes what the full disk did not take; the temporary file is removed at the next start.
-            self._path(".bin.tmp", hidden=True).unlink(missing_ok=True)
-            self._handle = None
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        self.abandon()
+        reason = disk_problem(error)
+        if reason is None:
             return error
         return UserError(
-            f"{self.directory}: the disk is full after {self.samples} samples ({human_bytes(self.bytes)}) of this "
-            f"rank. Finished shards are valid; free space and run {COMMAND} again: it continues from there."
+            f"{self.directory}: {reason} after {self.samples} samples ({human_bytes(self.bytes)}) of this rank. "
+            f"Finished shards are valid; make room and run {COMMAND} again: it continues from there."
         )
+
+
+def disk_problem(error: OSError) -> Optional[str]:
+    """What keeps a file from growing, None if the error is of another kind."""
+    return {
+        errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "a shard is larger than a file may be here (see ulimit -f; features.shard_megabytes)",
+    }.get(error.errno or 0)

@@ -1,18 +1,14 @@
-"""Feature store v1: hidden states on disk, compressed, checksummed, resumable.
+"""Feature store: hidden states on disk, compressed, checksummed, resumable.
 
 A store is a folder of shards. ``shard-RRRRR-SSSSS.bin`` holds records back to back (feature_codec.layout);
-``shard-RRRRR-SSSSS.json`` lists them with a CRC each and the SHA-256 of the whole, and is written last: a shard
+``shard-RRRRR-SSSSS.json`` lists them with a checksum each and the SHA-256 of the whole, and is written last: a shard
 exists once its list does. ``index.jsonl`` joins the lists in sample order when everything is there.
 
-    python -m deepspec.data.feature_store verify DIR     check every byte
-    python -m deepspec.data.feature_store repair DIR     remove damaged shards, so that the next extraction redoes them
+``python -m deepspec.data.features`` looks at stores, checks and repairs them, and imports the caches of other projects.
 """
 
-import logging
-import sys
-import zlib
+import mmap
 from collections import OrderedDict
-from dataclasses import asdict
 from pathlib import Path
 from typing import Optional, Sequence
 
@@ -20,18 +16,14 @@ import numpy as np
 import torch
 
 from deepspec import artifacts
-from deepspec.data import feature_codec as codecs
-from deepspec.data import feature_shards
 from deepspec.data.anchors import valid_anchors
-from deepspec.data.batch import FeatureSample, Sample
-from deepspec.data.feature_format import COMMAND, INDEX, Record, StoreHeader, check_finite, read_header
-from deepspec.data.feature_shards import FeatureWriter
+from deepspec.data.batch import FeatureSample
+from deepspec.data.feature_format import COMMAND, INDEX, Record, read_header, record_from_json
+from deepspec.data.feature_records import decode_record, is_intact, record_size
 from deepspec.data.jsonl import read_rows
-from deepspec.errors import InputRefused, UserError
+from deepspec.errors import InputRefused
 
-__all__ = ["FeatureStore", "FeatureWriter", "StoreHeader"]
-log = logging.getLogger(__name__)
-
+REPAIR = "python -m deepspec.data.features repair"
 _OPEN_SHARDS = 64
 
 
@@ -43,32 +35,34 @@ class FeatureStore:
         self.manifest, self.header = read_header(self.directory)
         self._check_index()
         self.records = [
-            Record(**row) for _, row in read_rows(self.directory / INDEX) if split in (None, row["split"])
+            record_from_json(row) for _, row in read_rows(self.directory / INDEX) if split in (None, row["split"])
         ]
-        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._maps: OrderedDict[str, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
         for name in {record.shard for record in self.records}:
             self._check_size(name)
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def read(self, index: int) -> FeatureSample:
-        """One sample in the dtype it is stored in (int8: float32); rows of last_hidden nobody needs are zero."""
+    def read(self, index: int, dtype: Optional[torch.dtype] = None) -> FeatureSample:
+        """One sample in ``dtype`` (default: as stored; scaled codecs: float32).
+
+        Rows of last_hidden nobody needs are zero. What is stored in ``dtype`` already is a view of the file: copy it
+        before writing to it.
+        """
         record = self.records[index]
-        layout = self.header.layout(record.tokens, record.label_rows)
-        raw = np.array(self._map(record.shard)[record.offset:record.offset + layout.size])
-        if len(raw) != layout.size or zlib.crc32(raw.data) != record.crc32:
+        raw = self._raw(record, record_size(self.header, record))
+        if not is_intact(self.header, record, raw):
             raise self._damaged(record.shard, f"checksum of sample {record.sample_id!r} differs")
-        sample = Sample(
-            sample_id=record.sample_id, domain=record.domain,
-            input_ids=torch.from_numpy(_section(raw, layout.ids).view(np.int32).astype(np.int64)),
-            loss_mask=torch.from_numpy(_section(raw, layout.mask).astype(bool)),
-        )
-        features, rows = self._decode(raw, record, layout)
-        check_finite(self.header, record.sample_id, features, rows)
-        last_hidden = torch.zeros(record.tokens, self.header.hidden_size, dtype=rows.dtype)
-        last_hidden[valid_anchors(sample.loss_mask)] = rows
-        return FeatureSample(sample, features, last_hidden)
+        return decode_record(self.header, record, raw, dtype)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Ask the system to bring these samples into memory, in the background."""
+        for index in indices:
+            record = self.records[index]
+            mapped, _ = self._map(record.shard)
+            first = record.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, first, record.offset + record_size(self.header, record) - first)
 
     def loss_mask(self, index: int) -> torch.Tensor:
         """[T] bool of one sample, without its hidden states: one page of the shard instead of megabytes.
@@ -76,30 +70,24 @@ class FeatureStore:
         The checksum covers the whole record, so here only the number of labels tells a damaged mask.
         """
         record = self.records[index]
-        section = self.header.layout(record.tokens, record.label_rows).mask
-        first = record.offset + section.offset
-        mask = torch.from_numpy(np.array(self._map(record.shard)[first:first + section.size]).astype(bool))
+        section = self.header.layout(record.tokens, record.label_rows, record.coded).mask
+        raw = self._raw(record, section.offset + section.size)
+        mask = torch.from_numpy(raw[section.offset:].astype(bool))
         if len(mask) != record.tokens or len(valid_anchors(mask)) != record.label_rows:
             raise self._damaged(record.shard, f"loss mask of sample {record.sample_id!r} differs from the index")
         return mask
 
-    def _decode(self, raw: np.ndarray, record: Record, layout: codecs.Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, rows, layers, width = record.tokens, record.label_rows, len(self.header.layers), self.header.hidden_size
-        codec, groups = self.header.codec, width // codecs.group_size(width) if self.header.codec == "int8" else 0
-        features = codecs.decode(
-            codecs.from_bytes(raw, layout.features, codec, (tokens, layers, width)),
-            codecs.scales_from_bytes(raw, layout.feature_scales, (tokens, layers, groups)), codec,
-        )
-        hidden = codecs.decode(
-            codecs.from_bytes(raw, layout.hidden, codec, (rows, width)),
-            codecs.scales_from_bytes(raw, layout.hidden_scales, (rows, groups)), codec,
-        )
-        return features.flatten(1), hidden
+    def _raw(self, record: Record, size: int) -> np.ndarray:
+        """The first ``size`` bytes of a record [uint8], a view of the map."""
+        return self._map(record.shard)[1][record.offset:record.offset + size]
 
-    def _map(self, name: str) -> np.ndarray:
+    def _map(self, name: str) -> tuple[mmap.mmap, np.ndarray]:
         if name not in self._maps:
             self._check_size(name)
-            self._maps[name] = np.memmap(self.directory / f"{name}.bin", dtype=np.uint8, mode="r")
+            with open(self.directory / f"{name}.bin", "rb") as handle:
+                # Copy on write: whoever writes to a view by mistake changes no file (and the next checksum tells).
+                mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[name] = (mapped, np.frombuffer(mapped, dtype=np.uint8))
             if len(self._maps) > _OPEN_SHARDS:
                 self._maps.popitem(last=False)
         self._maps.move_to_end(name)
@@ -121,65 +109,6 @@ class FeatureStore:
     def _damaged(self, name: str, why: str) -> InputRefused:
         file = name if name == INDEX else f"{name}.bin"
         return InputRefused(
-            f"{self.directory / file}: {why}. Repair: python -m deepspec.data.feature_store repair {self.directory} "
-            f"and then {COMMAND}, which makes only what is missing."
+            f"{self.directory / file}: {why}. Repair: {REPAIR} {self.directory}, which makes again only what is "
+            f"damaged (with --remove: drops it, for {COMMAND} to make)."
         )
-
-
-def _section(raw: np.ndarray, section: codecs.Section) -> np.ndarray:
-    return raw[section.offset:section.offset + section.size]
-
-
-def verify(directory: Path, *, remove: bool = False) -> list[str]:
-    """Damaged shards of a finished or unfinished store, found by hashing every byte.
-
-    ``remove`` deletes them and marks the store unfinished, so that the next extraction makes what is missing.
-    """
-    manifest = artifacts.read_manifest(directory)
-    if manifest is None:
-        raise InputRefused(f"{directory} is not a feature store: it has no {artifacts.MANIFEST}.")
-    listed = set(manifest.facts.get("shards", {})) | set(feature_shards.shard_names(directory))
-    damaged = []
-    for name in sorted(listed):
-        problem = feature_shards.shard_problem(directory, name)
-        if problem:
-            log.error("%s.bin: %s", Path(directory) / name, problem)
-            damaged.append(name)
-    if manifest.status == "complete":
-        index = Path(directory) / INDEX
-        if not index.exists() or artifacts.sha256_file(index) != manifest.files.get(INDEX):
-            log.error("%s: missing or changed since it was written", index)
-            damaged.append(INDEX)
-    if remove and damaged:
-        incomplete = asdict(manifest) | {"status": "incomplete", "files": {}}
-        artifacts.atomic_write_json(Path(directory) / artifacts.MANIFEST, incomplete)
-        for name in damaged:
-            feature_shards.remove_shard(directory, name)
-    return damaged
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``verify DIR`` or ``repair DIR``; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    if len(arguments) != 2 or arguments[0] not in ("verify", "repair"):
-        log.error("usage: python -m deepspec.data.feature_store verify|repair DIR")
-        return 2
-    action, directory = arguments[0], Path(arguments[1])
-    try:
-        damaged = verify(directory, remove=action == "repair")
-    except UserError as error:
-        log.error("%s", error)
-        return error.exit_code
-    if not damaged:
-        log.info("%s: every shard is as it was written", directory)
-        return 0
-    if action == "repair":
-        log.info("%s: removed %s. Make them again with: %s", directory, ", ".join(damaged), COMMAND)
-        return 0
-    log.error("%s: %d damaged. Repair: python -m deepspec.data.feature_store repair %s", directory, len(damaged),
-              directory)
-    return InputRefused.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

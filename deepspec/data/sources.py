@@ -121,14 +121,12 @@ class CachedFeatures:
         return len(self.samples)
 
     def get(self, indices: Sequence[int]) -> list[FeatureSample]:
-        """The samples at ``indices``, cast to ``dtype`` if one was given, else as stored (int8: float32)."""
-        found = [self.store.read(index) for index in indices]
-        if self._dtype is None:
-            return found
-        return [
-            FeatureSample(item.sample, item.features.to(self._dtype), item.last_hidden.to(self._dtype))
-            for item in found
-        ]
+        """The samples at ``indices`` in ``dtype`` if one was given, else as stored (scaled codecs: float32).
+
+        The disk reads on while the first ones are decoded.
+        """
+        self.store.prefetch(indices)
+        return [self.store.read(index, self._dtype) for index in indices]
 
 
 class OnlineFeatures:

@@ -2,6 +2,7 @@
 
 from deepspec.planning import memory, work
 from deepspec.planning.estimate import Plan, make_plan
+from deepspec.planning.samples import LOSSLESS_SHARE
 
 __all__ = ["Plan", "duration", "make_plan", "render", "size"]
 
@@ -63,7 +64,9 @@ def _work(plan: Plan) -> list[str]:
     if load.cache_bytes or load.prompts is None:
         total = size(load.cache_bytes) if load.prompts is not None else "times the prompts"
         per_token = f"{load.cache_bytes_per_token:,} B per token whose next token is a label"
-        lines.append(f"  feature cache {per_token}, {total} in {load.cache_files:,} shards")
+        assumed = f" (assumed: {LOSSLESS_SHARE:.0%} of bf16)" if load.cache_codec == "lossless" else ""
+        codec = f"as {load.cache_codec}{assumed}"
+        lines.append(f"  feature cache {codec}, {per_token}, {total} in {load.cache_files:,} shards")
     lines.append(f"  checkpoints {size(load.checkpoint_bytes)} ({size(load.one_checkpoint_bytes)} each, and as much "
                  f"host memory of rank 0 while one is written), export {size(load.export_bytes)}")
     lines.append("  " + ", ".join(f"{stage} {amount:.3g} FLOP" for stage, amount in plan.flops.items()))

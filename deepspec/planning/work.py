@@ -28,6 +28,7 @@ class Workload:
     steps: int
     packs: PackPlan
     tokens: int  # of all samples once
+    cache_codec: str
     cache_bytes_per_token: int
     cache_bytes: int
     cache_files: int
@@ -82,8 +83,8 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     return Workload(
         prompts=prompts, prompts_from=source, length=length, samples_per_epoch=samples, steps=steps,
         packs=plan_packs(config, length),
-        tokens=int((prompts or 0) * length.tokens), cache_bytes_per_token=cache_bytes_per_token(config),
-        cache_bytes=cached,
+        tokens=int((prompts or 0) * length.tokens), cache_codec=config.features.codec,
+        cache_bytes_per_token=cache_bytes_per_token(config), cache_bytes=cached,
         cache_files=-(-cached // (config.features.shard_megabytes * 2**20)),
         one_checkpoint_bytes=parameters.trainable * state, checkpoint_bytes=checkpoints * parameters.trainable * state,
         export_bytes=(parameters.trainable + parameters.frozen) * element * len(config.export.formats),

@@ -14,8 +14,10 @@ from deepspec.data.feature_format import (
     COMMAND,
     INDEX,
     PRODUCER,
+    STORE_VERSION,
     BadFeatures,
     StoreHeader,
+    describe_estimate,
     estimate_bytes,
     human_bytes,
     require_disk,
@@ -83,7 +85,8 @@ def run(config: Config) -> None:
     directory = paths.features_dir(config)
     responses = artifacts.require_complete(paths.responses_dir(config), "Responses", "data_prep/generate_responses.py")
     identity = artifacts.canonical_hash(responses.files)  # by content: answers made again may be the same
-    fingerprint = artifacts.canonical_hash({"key": paths.features_key(config), "responses": identity})
+    fingerprint = artifacts.canonical_hash({"key": paths.features_key(config), "responses": identity,
+                                            "store_version": STORE_VERSION})
     if artifacts.is_complete(directory, fingerprint):
         log.info("features: up to date (%s)", directory)
         return
@@ -127,7 +130,7 @@ def _begin(config: Config, directory: Path, header: StoreHeader, work: _Work, fi
            responses: artifacts.Manifest) -> None:
     needed = estimate_bytes(header, chain.from_iterable(work.sets.values()))
     there = sum(path.stat().st_size for path in directory.glob("shard-*.bin")) if directory.exists() else 0
-    log.info("features: %d samples, about %s as %s", len(work), human_bytes(needed), header.codec)
+    log.info("features: %d samples, %s", len(work), describe_estimate(header, needed))
     require_disk(directory, max(0, needed - there))
     artifacts.begin(directory, PRODUCER, fingerprint, inputs={"responses": responses.fingerprint}, seed=config.run.seed,
                     config=paths.features_key(config), facts={"header": asdict(header), "estimated_bytes": needed})

@@ -126,6 +126,11 @@ class FrozenTarget:
             logits[..., self.tokenizer_size:] = float("-inf")
         return logits
 
+    @torch.no_grad()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The last layer's output [T, D] to the last hidden state [T, D], for states captured before that norm."""
+        return self._decoder.norm(hidden.to(self.device, self.dtype))
+
     def _raw_logits(self, last_hidden: Tensor) -> Tensor:
         logits = F.linear(last_hidden, self.lm_head_weight).float()
         cap = self.spec.final_logit_softcap

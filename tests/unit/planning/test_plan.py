@@ -63,11 +63,13 @@ def test_cache_bytes(qwen3_4b: Config) -> None:
     assert load.prompts == 1_300_000 and 0.9 < load.cache_bytes / (1_300_000 * 950 * 30_720) < 1.0
     qwen3_4b.features.codec = "int8"
     assert samples.cache_bytes_per_token(qwen3_4b) / 30_720 < 0.52
+    qwen3_4b.features.codec = "lossless"
+    assert "as lossless (assumed: 69% of bf16)" in render(make_plan(qwen3_4b))
     qwen3_4b.features.mode = "online"
     assert work.workload(qwen3_4b, count_parameters(qwen3_4b)).cache_bytes == 0
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "fp32"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8-e4m3", "lossless", "fp32"])
 def test_cache_bytes_are_the_stores(qwen3_4b: Config, codec: str) -> None:
     from deepspec.data.feature_codec import layout
 

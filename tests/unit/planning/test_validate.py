@@ -35,7 +35,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("responses.backend", "servers", "Did you mean 'server'"), ("responses.top_p", 0.0, "above 0"),
     ("responses.servers", ["localhost:8000"], "URLs ending in /v1"), ("responses.error_limit", 2.0, "at most 1"),
     ("responses.truncated", "cut", "keep, drop"), ("features.mode", "disk", "cached, online"),
-    ("features.codec", "bfloat16", "bf16, int8, fp32"), ("features.token_budget", 0, "at least 1"),
+    ("features.codec", "bfloat16", "bf16, int8, fp8-e4m3, lossless, fp32"), ("features.token_budget", 0, "at least 1"),
     ("trainer.micro_batch_size", 3, "must be a multiple of"), ("trainer.precision", "fp16", "bf16, fp32"),
     ("trainer.attention", "sdpa", "auto, chunked, flex"), ("drafter.sliding_window", 0, "at least 1"),
     ("trainer.max_steps", 0, "at least 1"), ("optimizer.lr", 0.0, "above 0"), ("optimizer.betas", [0.9], "two numbers"),
