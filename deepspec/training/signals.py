@@ -17,6 +17,8 @@ _LAUNCHER = (("deepspeed.launcher.launch",), ("deepspeed", "ds", "deepspeed.laun
 class Requests:
     """While entered: SIGTERM asks to save and stop, SIGUSR1 to save and go on. Handlers only set a flag."""
 
+    stopping = False  # a request to stop was answered: this process is on its way out
+
     def __init__(self) -> None:
         self.stop = False
         self.save = False
@@ -34,6 +36,7 @@ class Requests:
                  trace: Optional[TracebackType]) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        Requests.stopping = Requests.stopping or self.stop
 
     def take(self) -> tuple[bool, bool]:
         """(stop, save) so far; the request to save is answered by this."""
@@ -90,5 +93,7 @@ def _parent(pid: int) -> Optional[int]:
 def _watch(chain: dict[int, int], seconds: float) -> None:
     while all(_parent(pid) == parent for pid, parent in chain.items()):
         time.sleep(seconds)
+    if Requests.stopping:  # another rank has seen it first
+        return
     logger.warning("the deepspeed launcher is gone: this rank stops as if it had got SIGTERM")
     os.kill(os.getpid(), signal.SIGTERM)

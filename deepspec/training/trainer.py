@@ -88,18 +88,19 @@ class DrafterTrainer:
             return TrainResult(checkpoint.read_state(found).step, self.total_steps, False, False, {})
         self._start(found)
         try:
-            stopped, row = self._loop()
-            self.save()
-            self.writer.settle()
+            with Requests() as requests:  # until all is written: the signal may come more than once
+                stopped, row = self._loop(requests)
+                self.save()
+                self.writer.settle()
         finally:
             self.writer.close()
         return TrainResult(self.step, self.total_steps, stopped, True, row)
 
-    def _loop(self) -> tuple[bool, dict[str, Any]]:
+    def _loop(self, requests: Requests) -> tuple[bool, dict[str, Any]]:
         """Steps until the last one or a request to stop. Returns whether there was one, and the last step's metrics."""
         row: dict[str, Any] = {}
         ahead = Loader(self.packer, self._windows(), self.packer.num_workers)
-        with Requests() as requests, self._progress() as progress, ahead as loader:
+        with self._progress() as progress, ahead as loader:
             for loaded in loader:  # one optimizer step
                 result = self._optimizer_step(loaded, requests)
                 row = self._row(result, time.perf_counter() - loaded.started)
@@ -111,6 +112,7 @@ class DrafterTrainer:
                 _show(progress, row)
                 release_free_pages()
                 if result.stop and self.step < self.total_steps:
+                    requests.stop = True  # whichever rank was asked
                     return True, row
         return False, row
 

@@ -159,19 +159,21 @@ def serve() -> None:
         out.flush()
 
 
-def launched(run_dir: str, options: str) -> None:
-    """Under the deepspeed launcher: a run whose ranks leave their process ids in ``run_dir``."""
+def launched(jobs: list[dict[str, Any]]) -> None:
+    """Under the deepspeed launcher: one run after the other; each rank leaves its process id and its outcome."""
     torch.set_num_threads(1)
     signals.watch_launcher(0.2)
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
-    (Path(run_dir) / f"pid-{distributed.rank()}").write_text(str(os.getpid()))
-    outcome = train({"run_dir": run_dir, "trainer": json.loads(options), "stage": 1})
-    if distributed.is_main():
-        (Path(run_dir) / "outcome.json").write_text(json.dumps(outcome))
+    for job in jobs:
+        run_dir = Path(job["run_dir"])
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / f"pid-{distributed.rank()}").write_text(str(os.getpid()))
+        outcome = train(job)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        (run_dir / f"outcome-{distributed.rank()}.json").write_text(json.dumps(outcome))
     distributed.barrier()
     distributed.shutdown()
 
 
 if __name__ == "__main__":
     arguments = [item for item in sys.argv[1:] if not item.startswith("--local_rank")]
-    launched(*arguments) if arguments else serve()
+    launched(json.loads(arguments[0])) if arguments else serve()

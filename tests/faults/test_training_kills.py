@@ -197,28 +197,60 @@ def until(condition: Any, seconds: float = 90.0) -> None:
         time.sleep(0.1)
 
 
-def launch(run_dir: Path, options: dict[str, Any]) -> subprocess.Popen:
+def launch(log: Path, *jobs: dict[str, Any]) -> subprocess.Popen:
+    """Two ranks under the real launcher."""
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [sys.executable, str(launcher), "--num_accelerators", "2", "--master_port", str(free_port()), str(JOB),
-               str(run_dir), json.dumps(options)]
-    return subprocess.Popen(command, env=environ(), stdout=open(run_dir.with_suffix(".log"), "a"),
-                            stderr=subprocess.STDOUT)
+               json.dumps(jobs)]
+    return subprocess.Popen(command, env=environ(), stdout=open(log, "a"), stderr=subprocess.STDOUT)
+
+
+def outcomes(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads((run_dir / f"outcome-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_sigterm_to_the_launcher_alone_saves_and_ends_the_ranks(tmp_path: Path) -> None:
     """The outer process dies at once and tells nobody; the ranks notice, save and go."""
     options = OPTIONS | {"max_steps": 100000, "log_every": 1, "validate_every": 0, "save_every": 0}
-    outer = launch(tmp_path / "run", options)
+    directory = tmp_path / "run"
+    outer = launch(tmp_path / "log", {"run_dir": str(directory), "stage": 1, "trainer": options})
     try:
-        until(lambda: (tmp_path / "run/metrics.jsonl").is_file() and len(
-            (tmp_path / "run/metrics.jsonl").read_text().splitlines()) > 3)
-        pids = [int((tmp_path / f"run/pid-{rank}").read_text()) for rank in (0, 1)]
-        assert all(map(alive, pids)) and not (tmp_path / "run/checkpoints").exists()
+        until(lambda: (directory / "metrics.jsonl").is_file() and len(
+            (directory / "metrics.jsonl").read_text().splitlines()) > 3)
+        pids = [int((directory / f"pid-{rank}").read_text()) for rank in (0, 1)]
+        assert all(map(alive, pids)) and not (directory / "checkpoints").exists()
         outer.send_signal(signal.SIGTERM)
         outer.wait(10)
         until(lambda: not any(map(alive, pids)))
     finally:
         outer.kill()
-    outcome = json.loads((tmp_path / "run/outcome.json").read_text())
-    assert outcome["stopped"] and checkpoint.latest(tmp_path / "run").name == f"step-{outcome['step']}"
-    assert "launcher is gone" in (tmp_path / "run.log").read_text()
+    one, two = outcomes(directory)
+    assert one == two and one["stopped"] and checkpoint.latest(directory).name == f"step-{one['step']}"
+    assert "launcher is gone" in (tmp_path / "log").read_text()
+
+
+def test_two_ranks_average_keep_the_best_and_fail_together(run: Server, tmp_path: Path) -> None:
+    options = OPTIONS | {"max_steps": 12, "validation_samples": 4}
+    assert run(tmp_path / "one", trainer=options)["step"] == 12
+    jobs: list[dict[str, Any]] = [
+        {"run_dir": str(tmp_path / f"two-{stage}"), "stage": stage, "trainer": options} for stage in (0, 1, 2, 3)]
+    # A stop on every rank, and the rest of the run at another stage.
+    jobs += [{"run_dir": str(tmp_path / "parts"), "stage": stage, "trainer": options} | more
+             for stage, more in ((1, {"signal": signal.SIGTERM, "signal_at": 12}), (3, {}))]
+    jobs += [{"run_dir": str(tmp_path / "full"), "stage": 2, "trainer": options, "full_at": 20, "bytes": 40960}]
+    process = launch(tmp_path / "log", *jobs)
+    try:
+        assert process.wait(150) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        process.kill()
+    one = checkpoint.load_tensors(checkpoint.latest(tmp_path / "one"))
+    for name in ("two-0", "two-1", "two-2", "two-3", "parts"):
+        found = checkpoint.load_tensors(checkpoint.latest(tmp_path / name))
+        for key, tensor in one["ema"].items():
+            assert tensor.allclose(found["ema"][key], atol=2e-4), (name, key)
+        assert checkpoint.best(tmp_path / name).name == checkpoint.best(tmp_path / "one").name
+        assert checkpoint.complete_tags(tmp_path / name)[-1] == "step-12"
+        assert outcomes(tmp_path / name) == [{"step": 12, "stopped": False, "trained": True}] * 2
+    left, right = outcomes(tmp_path / "full")
+    assert left == right and "Could not save" in left["error"]
+    assert_loadable(tmp_path / "full")
