@@ -54,6 +54,16 @@ def test_it_is_the_average_of_the_weights_of_every_step(tmp_path, stage, precisi
     assert any(not torch.allclose(found[name], weights[name], atol=1e-4) for name in found)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_works_on_offloaded_weights(tmp_path, stage):
+    config = tiny_config(tmp_path, ema_decay=DECAY, save_every=1, keep_last=99, max_steps=5)
+    config.engine.zero_stage = stage
+    config.engine.deepspeed = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    tiny_trainer(tmp_path, config=config).run()
+    value, found = expected(tmp_path, range(1, 6)), averages(tmp_path, 5)
+    assert all(torch.allclose(found[name].double(), value[name], rtol=1e-5, atol=1e-6) for name in value)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_averaging_does_not_touch_the_training(tmp_path, stage):
     for name, options in (("with", {}), ("without", {"ema_decay": None})):
