@@ -59,7 +59,7 @@ class PromptPool:
         self._domains.append(self.domain_names.setdefault(domain, len(self.domain_names)))
         self._order.append(hash_fraction("order", identity) if place is None else place)
         self._split.append(hash_fraction("split", identity))
-        self._ids += _digest(row["id"])
+        self._ids += _digest(str(row["id"]))
         self._contents += _digest(identity)
 
     def row(self, number: int) -> dict[str, Any]:
