@@ -8,7 +8,9 @@ exists once its list does. ``index.jsonl`` joins the lists in sample order when 
 """
 
 import mmap
+import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Optional, Sequence
 
@@ -37,7 +39,9 @@ class FeatureStore:
         self.records = [
             record_from_json(row) for _, row in read_rows(self.directory / INDEX) if split in (None, row["split"])
         ]
-        self._maps: OrderedDict[str, tuple[mmap.mmap, np.ndarray]] = OrderedDict()
+        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()  # of the maps: read_ahead has a thread of its own
+        self._reader: Optional[ThreadPoolExecutor] = None
         for name in {record.shard for record in self.records}:
             self._check_size(name)
 
@@ -50,19 +54,24 @@ class FeatureStore:
         Rows of last_hidden nobody needs are zero. What is stored in ``dtype`` already is a view of the file: copy it
         before writing to it.
         """
+        return decode_record(self.header, self.records[index], self._checked(index), dtype)
+
+    def read_ahead(self, indices: Sequence[int], dtype: Optional[torch.dtype] = None) -> list[FeatureSample]:
+        """``read`` of each index, while a thread brings the next ones into memory and checks them."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="features")
+        checked = [self._reader.submit(self._checked, index) for index in indices]
+        return [
+            decode_record(self.header, self.records[index], raw.result(), dtype) for index, raw in zip(indices, checked)
+        ]
+
+    def _checked(self, index: int) -> np.ndarray:
+        """The bytes of a sample, as they were written."""
         record = self.records[index]
         raw = self._raw(record, record_size(self.header, record))
         if not is_intact(self.header, record, raw):
             raise self._damaged(record.shard, f"checksum of sample {record.sample_id!r} differs")
-        return decode_record(self.header, record, raw, dtype)
-
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """Ask the system to bring these samples into memory, in the background."""
-        for index in indices:
-            record = self.records[index]
-            mapped, _ = self._map(record.shard)
-            first = record.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, first, record.offset + record_size(self.header, record) - first)
+        return raw
 
     def loss_mask(self, index: int) -> torch.Tensor:
         """[T] bool of one sample, without its hidden states: one page of the shard instead of megabytes.
@@ -79,15 +88,16 @@ class FeatureStore:
 
     def _raw(self, record: Record, size: int) -> np.ndarray:
         """The first ``size`` bytes of a record [uint8], a view of the map."""
-        return self._map(record.shard)[1][record.offset:record.offset + size]
+        with self._lock:
+            return self._map(record.shard)[record.offset:record.offset + size]
 
-    def _map(self, name: str) -> tuple[mmap.mmap, np.ndarray]:
+    def _map(self, name: str) -> np.ndarray:
         if name not in self._maps:
             self._check_size(name)
             with open(self.directory / f"{name}.bin", "rb") as handle:
                 # Copy on write: whoever writes to a view by mistake changes no file (and the next checksum tells).
                 mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[name] = (mapped, np.frombuffer(mapped, dtype=np.uint8))
+            self._maps[name] = np.frombuffer(mapped, dtype=np.uint8)
             if len(self._maps) > _OPEN_SHARDS:
                 self._maps.popitem(last=False)
         self._maps.move_to_end(name)

@@ -123,10 +123,9 @@ class CachedFeatures:
     def get(self, indices: Sequence[int]) -> list[FeatureSample]:
         """The samples at ``indices`` in ``dtype`` if one was given, else as stored (scaled codecs: float32).
 
-        The disk reads on while the first ones are decoded.
+        The next ones are brought into memory and checked while the first ones are decoded.
         """
-        self.store.prefetch(indices)
-        return [self.store.read(index, self._dtype) for index in indices]
+        return self.store.read_ahead(indices, self._dtype)
 
 
 class OnlineFeatures:

@@ -90,14 +90,28 @@ def test_a_dtype_asked_for_is_the_stored_number_rounded_once(tmp_path: Path, cod
 
 def test_bf16_is_read_without_a_copy(tmp_path: Path) -> None:
     found = store(tmp_path, items())
-    found.prefetch(range(len(found)))
     read, record = found.read(4, torch.bfloat16), found.records[4]
-    _, mapped = found._maps[record.shard]
+    mapped = found._maps[record.shard]
     section = found.header.layout(record.tokens, record.label_rows).features
     assert read.features.data_ptr() == mapped.ctypes.data + record.offset + section.offset
     read.features.zero_()  # a mistake, but one that does not reach the disk
     found._maps.clear()
     assert found.read(4).features.any()
+
+
+def test_reading_ahead_gives_the_same_and_reports_damage(tmp_path: Path) -> None:
+    found = store(tmp_path, items(), replace(HEADER, codec="int8"))
+    order = [5, 0, 3, 3, 1]
+    for index, ahead in zip(order, found.read_ahead(order, torch.bfloat16)):
+        alone = found.read(index, torch.bfloat16)
+        assert ahead.sample.sample_id == alone.sample.sample_id and torch.equal(ahead.features, alone.features)
+    record = found.records[3]
+    found._maps.clear()
+    with open(tmp_path / f"{record.shard}.bin", "r+b") as handle:
+        handle.seek(record.offset + 300)
+        handle.write(b"\1\2\3")
+    with pytest.raises(InputRefused, match="checksum of sample 's3' differs"):
+        found.read_ahead(order)
 
 
 def test_loss_masks_come_without_the_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,9 +221,9 @@ def test_an_epoch_reads_every_stored_sample_once(tmp_path, monkeypatch):
     writer.close()
     shards = join_index(tmp_path, [row.sample.sample_id for row in source.rows], set())
     artifacts.complete(tmp_path, manifest, ["index.jsonl"], {"shards": shards})
-    stored, read, original = CachedFeatures(tmp_path), [], FeatureStore.read
-    monkeypatch.setattr(FeatureStore, "read",
-                        lambda self, index, *options: read.append(index) or original(self, index, *options))
+    stored, read, original = CachedFeatures(tmp_path), [], FeatureStore.read_ahead
+    monkeypatch.setattr(FeatureStore, "read_ahead",
+                        lambda self, indices, *options: read.extend(indices) or original(self, indices, *options))
     for trainer in (PACKED, {"micro_batch_size": 2}):
         (_, one), (_, other) = (packer_of(kind, tmp_path, **trainer) for kind in (stored, source))
         for indices in ([4, 1, 9, 0, 2], [3, 5, 8, 7, 6]):
