@@ -33,7 +33,7 @@ from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights  
 from deepspec.objective import drafter_loss, window_weights  # noqa: E402
 
 DEFAULTS = {
-    "vocab": 49152, "width": 576, "rank": 256, "slots": 3584, "tokens": 1024, "megabytes": 256, "threads": 2,
+    "vocab": 49152, "width": 576, "rank": 256, "slots": 3584, "tokens": 1024, "megabytes": 512, "threads": 2,
     "eager": 1, "repeats": 3, "limit_gigabytes": 0, "grid": 0,
 }
 LENGTH = 7

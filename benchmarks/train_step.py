@@ -34,7 +34,7 @@ from deepspec.training.module import TrainingModule  # noqa: E402
 
 DEFAULTS = {
     "vocab": 151936, "width": 256, "rank": 256, "layers": 2, "heads": 4, "kv_heads": 2, "features": 5, "tokens": 1024,
-    "anchors": 512, "length": 7, "megabytes": 256, "threads": 2, "repeats": 3, "eager_anchors": 32, "optimizer": 1,
+    "anchors": 512, "length": 7, "megabytes": 512, "threads": 2, "repeats": 3, "eager_anchors": 32, "optimizer": 1,
     "profile": 0,
 }
 

@@ -14,7 +14,7 @@ class ObjectiveConfig:
     decay: Optional[float] = 4.0  # w_k = exp(-(k-1)/decay), in slots; null: the block size
     confidence_detach: bool = False  # true: the confidence loss does not reach the backbone
     implementation: str = "auto"  # auto (triton on CUDA, else chunked) | eager | chunked | triton
-    chunk_megabytes: int = 256  # memory budget of one chunk of logits
+    chunk_megabytes: int = 512  # memory budget of one chunk of logits
 
 
 @dataclass

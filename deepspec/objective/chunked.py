@@ -8,6 +8,7 @@ while the logits of a chunk are at hand and the backward pass only scales. Slots
 row: target logits are made once per distinct row, and a bias that depends on the previous token alone once per token.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Iterator, Optional
 
@@ -19,7 +20,8 @@ from deepspec.drafters.precision import accumulates_natively, exact_dtype
 from deepspec.objective.plan import SlotPlan
 from deepspec.objective.rows import over_rows, workers_of
 
-TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
+TILE_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
+LOG2_E = math.log2(math.e)  # exp2 of a scaled number is three times as fast as exp on some CPUs
 SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
 
 
@@ -184,19 +186,17 @@ class ChunkedPass:
         logits.mul_(softcap)
 
     def targets(self, target: Tensor) -> None:
-        """Turn the target's logits of a chunk into minus their probabilities, in place."""
+        """Turn the target's logits of a chunk into probabilities, in place."""
         def softmax(rows: slice, worker: int) -> None:
-            one = target[rows]
-            one.sub_(one.amax(dim=-1, keepdim=True)).exp_()
-            one.div_(one.sum(dim=-1, keepdim=True).neg_())
+            torch.softmax(target[rows], dim=-1, out=target[rows])
 
         over_rows(len(target), self.scratch_rows(len(target)), target.device, softmax)
 
     def elementwise(self, slots: slice, draft: Tensor, target: Tensor, bias: Tensor, scratch: Tensor) -> None:
         """Losses of the slots; afterwards ``draft`` holds the gradient by the logits, where one is wanted.
 
-        With A the drafter's mass where p > q: ``|p - q|_1 = 2 sum(relu(p - q))`` and ``sum(p * s) = 2 A - 1``. The
-        softmax stays unnormalised, its sum goes into the factors that follow: every pass over V counts here.
+        ``|p - q|_1 = 2 sum(relu(q - p))``, since both sum to 1. The softmax stays unnormalised, its sum goes into the
+        factors that follow: every pass over V counts here.
         """
         inputs, plan = self.inputs, self.inputs.plan
         rows = plan.row_of[slots] - plan.row_of[slots.start]
@@ -210,12 +210,13 @@ class ChunkedPass:
             if len(bias):
                 _add_rows(bias, groups[part], exps, None, exps, work)
             top, chosen = exps.amax(dim=-1), exps.gather(1, labels[part, None]).squeeze(1)
-            total = exps.sub_(top[:, None]).exp_().sum(dim=-1)
+            total = exps.sub_(top[:, None]).mul_(LOG2_E).exp2_().sum(dim=-1)
             self.ce[whole] = total.log() + top - chosen
-            _add_rows(target, rows[part], exps, 1.0 / total, work, work)
+            _add_rows(target, rows[part], exps, -1.0 / total, work, work)
             self.l1[whole] = 2.0 * work.clamp_(min=0.0).sum(dim=-1)
             if inputs.differentiate:
-                ce, tv = inputs.ce_scales[whole], 2.0 * inputs.tv_scales[whole]
+                # The clamp leaves a sign of 1 where q > p, else 0: (1 - s) / 2.
+                ce, tv = inputs.ce_scales[whole], -2.0 * inputs.tv_scales[whole]
                 mass = torch.bmm(exps[:, None], work.sign_()[:, :, None]).flatten() / total
                 exps.mul_(work.mul_((tv / total)[:, None]).add_(((ce - tv * mass) / total)[:, None]))
 

@@ -5,10 +5,12 @@ the threads would wake and wait for threads a dozen times per tile; here every t
 """
 
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 
@@ -36,6 +38,17 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of its parent's threads
 
 
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Operators of a fraction of a millisecond would wait 5 ms for the interpreter, which one thread has at a time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def over_rows(count: int, tile: int, device: torch.device, work: Callable[[slice, int], None]) -> None:
     """Call ``work(rows, worker)`` for consecutive tiles of ``range(count)``, without gradients.
 
@@ -55,5 +68,6 @@ def over_rows(count: int, tile: int, device: torch.device, work: Callable[[slice
         if workers:
             run(0)
         return
-    for future in [_pool(workers_of(device)).submit(run, worker) for worker in range(workers)]:
-        future.result()
+    with _short_turns():
+        for future in [_pool(workers_of(device)).submit(run, worker) for worker in range(workers)]:
+            future.result()
