@@ -7,17 +7,21 @@ timeout (minutes), and a wait inside one shows nothing.
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json
+from deepspec.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _REPORT_SECONDS = 30.0
+_BEAT_SECONDS = 5.0
+_LOST_SECONDS = 120.0  # without a sign of life; a launcher without ssh does not tell one host that another has died
 
 
 class Rendezvous:
@@ -26,6 +30,7 @@ class Rendezvous:
     def __init__(self, directory: os.PathLike | str, name: str) -> None:
         self._directory, self._name = Path(directory), name
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
+        self._done = threading.Event()
 
     def start(self, prepare: Optional[Callable[[], Any]] = None) -> None:
         """Remove what this rank left of an earlier run, call ``prepare``, then let all ranks begin together."""
@@ -37,6 +42,9 @@ class Rendezvous:
                 path.unlink(missing_ok=True)
         if prepare is not None:
             prepare()
+        self._alive(self.rank).touch()
+        if self.world_size > 1:
+            threading.Thread(target=self._beat, name="alive", daemon=True).start()
         distributed.barrier()
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -44,14 +52,43 @@ class Rendezvous:
         atomic_write_json(self._marker(self.rank), result)
 
     def collect(self) -> list[dict[str, Any]]:
-        """Results of all ranks, by rank; waits for the last of them."""
-        wait_for(lambda: all(self._marker(rank).exists() for rank in range(self.world_size)), self._describe)
+        """Results of all ranks, by rank; waits for the last of them. Raises UserError when one of them has died."""
+        wait_for(self._complete, self._describe)
         return [json.loads(self._marker(rank).read_text(encoding="utf-8")) for rank in range(self.world_size)]
 
     def end(self) -> None:
         """After every rank has collected: remove the markers."""
         distributed.barrier()
-        self._marker(self.rank).unlink(missing_ok=True)
+        self._done.set()
+        for path in (self._marker(self.rank), self._alive(self.rank)):
+            path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._done.wait(_BEAT_SECONDS):
+            try:
+                os.utime(self._alive(self.rank))
+            except OSError:  # the next beat may come through
+                log.debug("no sign of life could be written to %s", self._directory)
+
+    def _complete(self) -> bool:
+        missing = [rank for rank in range(self.world_size) if not self._marker(rank).exists()]
+        now = self._last_beat(self.rank)  # by the file system's clock, like theirs
+        lost = [rank for rank in missing if now - self._last_beat(rank) > _LOST_SECONDS]
+        if lost:
+            raise UserError(
+                f"{self._name}: no sign of life from rank {lost[0]} for {_LOST_SECONDS:.0f} s, so its host or process "
+                f"is gone. What the ranks have finished is kept in {self._directory}; start the same command again."
+            )
+        return not missing
+
+    def _last_beat(self, rank: int) -> float:
+        try:
+            return self._alive(rank).stat().st_mtime
+        except OSError:  # not visible yet on a shared file system
+            return float("inf")
+
+    def _alive(self, rank: int) -> Path:
+        return self._directory / f".{self._name}-{rank:05d}.alive"
 
     def _marker(self, rank: int) -> Path:
         return self._directory / f".{self._name}-{rank:05d}.done"
