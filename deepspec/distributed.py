@@ -67,7 +67,13 @@ def init(timeout_seconds: float = 1800.0) -> None:
     if world_size() == 1:
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(f"Port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is in use, by "
+                          "another job perhaps. Give this one its own: deepspeed --master_port 29501 ...") from None
 
 
 def _time_limit(seconds: float) -> timedelta:

@@ -173,9 +173,9 @@ def _check_override(override: Override) -> None:
         choices = options(key)
         names = value if isinstance(value, list) else [value]
         for name in names:
-            if isinstance(name, str) and name not in choices:
+            if not isinstance(name, dict) and name not in choices:
                 line = override.input_line
-                raise ConfigError(f"{line!r}: there is no {key} called {name!r}. {_nearest(name, choices)}")
+                raise ConfigError(f"{line!r}: there is no {key} called {name!r}. {_nearest(str(name), choices)}")
         if key == "experiment" and not override.is_add():
             raise ConfigError(f"Write +experiment={value} (with the plus: an experiment adds to the configuration).")
         return

@@ -72,6 +72,8 @@ def test_dflash_is_one_choice() -> None:
     ("experiment=tiny", "+experiment=tiny"),
     ("engine.deepspeed.zero_optimization.reduce_bucket_size=1", "+engine.deepspeed"),
     ("trainer={epochz: 3}", "epochs"),
+    ("trainer=3", "default"),
+    ("engine=null", "zero1"),
 ])
 def test_mistakes_name_the_key_and_the_way_out(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
