@@ -137,9 +137,13 @@ def read_manifest(directory: os.PathLike | str) -> Optional[Manifest]:
         return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputRefused(f"{path} is not readable as JSON ({error}). Delete the folder and make it again.") from None
-    version = values.get("schema_version")
+    version = values.get("schema_version") if isinstance(values, dict) else None
     if version != SCHEMA_VERSION:
         raise InputRefused(f"{path} has schema_version {version!r}, this code reads {SCHEMA_VERSION}. Make it again.")
+    missing = [key for key in ("producer", "status", "fingerprint") if key not in values]
+    if missing:
+        raise InputRefused(f"{path} is not the manifest of an artifact: it has no {', '.join(missing)}. Is "
+                           f"{directory} the right folder?")
     return Manifest(**{key: values[key] for key in Manifest.__dataclass_fields__ if key in values})
 
 

@@ -121,12 +121,12 @@ def resolve_resume(resume: str, run_dir: Path) -> Optional[Path]:
             logger.info("resume=auto: no checkpoint found in %s, starting fresh", directory(run_dir))
         return found
     path = Path(resume)
+    owner = path.parent if path.name == "checkpoints" else path
+    if directory(owner).is_dir():  # a run's directory has a manifest of another kind
+        return latest(owner)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.producer == PRODUCER and manifest.status == "complete":
         return path
-    owner = path.parent if path.name == "checkpoints" else path
-    if directory(owner).is_dir():
-        return latest(owner)
     where = path.parent.parent if path.parent.name == "checkpoints" else run_dir
     raise InputRefused(f"trainer.resume={resume} is not a complete checkpoint. {_existing(where)}")
 

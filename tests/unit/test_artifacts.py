@@ -38,6 +38,9 @@ def test_unreadable_and_foreign_manifests_are_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(InputRefused, match="schema_version 99"):
         artifacts.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": 1, "stages": {}}))
+    with pytest.raises(InputRefused, match="not the manifest of an artifact.*producer, status, fingerprint"):
+        artifacts.read_manifest(tmp_path)
 
 
 def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,7 @@ def test_wrong_resume_is_fatal_and_lists_what_exists(tmp_path):
 def test_resume_by_path_and_never(tmp_path, caplog):
     train(tmp_path / "a", source=StoppingSource(22))
     step = checkpoint.read_state(checkpoint.latest(tmp_path / "a")).step
+    (tmp_path / "a" / "manifest.json").write_text('{"schema_version": 1, "stages": {}}')  # as the main job leaves it
     for name, path in (("b", checkpoint.latest(tmp_path / "a")), ("c", tmp_path / "a")):
         train(tmp_path / name, resume=str(path))
         assert [row["step"] for row in rows(tmp_path / name)] == list(range(step + 1, 11))
