@@ -245,7 +245,7 @@ def test_ranks_meet_through_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / f".work-0000{stale}.done").write_text("{}")
     for meeting in meetings:
         meeting.start()
-    assert not list(tmp_path.glob(".work*"))
+    assert not list(tmp_path.glob(".work*.done"))
     meetings[0].finish({"rows": 1})
     original, polls = time.sleep, 0
 
