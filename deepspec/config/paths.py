@@ -37,7 +37,8 @@ def prompts_key(config: Config) -> dict[str, object]:
 def responses_key(config: Config) -> dict[str, object]:
     """What decides the responses: prompts, target, sampling. Where they are computed does not."""
     responses = asdict(config.responses)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "truncated")
+    names = ["max_tokens", "temperature", "top_p", "top_k", "truncated"]
+    names += ["thinking_share"] if config.responses.thinking_share is not None else []
     return {
         "prompts": prompts_key(config), "target": target_identity(config.target),
         "responses": {name: responses[name] for name in names}, "max_length": config.data.max_length,

@@ -127,6 +127,9 @@ class ResponsesConfig:
     concurrency: int = 64  # requests in flight over all servers
     seconds_per_token: float = 0.2  # request timeout = 30 s + max_tokens * this
     retries: int = 4
+    breaker_failures: int = 5  # in a row, of different rows, before a server gets no requests until it recovers
+    patience_seconds: float = 60.0  # without any server that works, before the stage stops
+    thinking_share: Optional[float] = None  # of the rows, chosen by their ids; null: all as target.thinking says
     error_limit: float = 0.02  # share of failed rows above which the stage exits non-zero
     truncated: str = "keep"  # keep | drop answers that hit max_tokens; a kept one is never taught a stop
 

@@ -1,5 +1,6 @@
 """One conversation on its way to being answered, slot by slot."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Optional, Sequence
 
@@ -21,11 +22,20 @@ class TurnSkipped(TurnRefused):
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """Bounds of one answer and the tokens a prompt must not have."""
+    """Bounds of one answer, the tokens a prompt must not have, and who thinks."""
 
     max_tokens: int
     max_length: int  # of a sample: prompt and answer
     mask_token_id: Optional[int] = None
+    thinking_share: Optional[float] = None  # of the rows; None: all rows as the renderer does
+
+    def thinking(self, row_id: str) -> Optional[bool]:
+        """Whether the answers of a row are to be thought about; decided by its id, so it never changes. None: as the
+        renderer does."""
+        if self.thinking_share is None:
+            return None
+        digest = hashlib.blake2b(f"thinking\x1f{row_id}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") < self.thinking_share * 2**32
 
 
 @dataclass
@@ -51,6 +61,11 @@ class Dialogue:
         return result
 
     @property
+    def thinking(self) -> Optional[bool]:
+        """Of this row's answers; None: as the renderer does."""
+        return self.limits.thinking(self.row.id)
+
+    @property
     def finished(self) -> bool:
         """No slot is left, or the last answer is none that a user would go on from (cut off, or a tool call)."""
         slots = sum(is_slot(message) for message in self.row.messages)
@@ -66,7 +81,7 @@ class Dialogue:
         the next turn has no room in ``max_length``. Raises TurnSkipped, TurnRefused or RenderError."""
         if self.finished:
             return None
-        ids = renderer.prompt_ids(self.messages(), self.row.tools)
+        ids = renderer.prompt_ids(self.messages(), self.row.tools, thinking=self.thinking)
         if self._has_mask(ids):
             raise TurnSkipped(f"the prompt contains the mask token (id {self.limits.mask_token_id})")
         room = self.limits.max_length - len(ids)
@@ -93,7 +108,8 @@ class Dialogue:
     def result(self) -> ResponseRow:
         """The finished row."""
         row = self.row
-        return ResponseRow(row.id, row.domain, row.split, row.messages, tuple(self.turns), row.tools)
+        return ResponseRow(row.id, row.domain, row.split, row.messages, tuple(self.turns), row.tools,
+                           self.thinking)
 
 
 def as_message(text: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Answers of the target, decoded in this process."""
 
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence
+from typing import Optional, Sequence
 
 from deepspec.data.dialogue import THINK_OPEN, AnswerLimits, Dialogue, TurnRefused, TurnSkipped, opens_thinking
 from deepspec.data.parts import PartWriter
+from deepspec.data.progress import RowCallback
 from deepspec.data.prompts import PromptRow
 from deepspec.data.rendering import Renderer, RenderError
 from deepspec.data.responses import Turn
@@ -29,10 +30,10 @@ def turn_from_ids(prompt_ids: Sequence[int], result: GenerateResult, renderer: R
 
 def answer_in_process(target: FrozenTarget, renderer: Renderer, rows: Sequence[PromptRow], writer: PartWriter, *,
                       limits: AnswerLimits, sampling: Sampling, batch_size: int,
-                      on_row: Optional[Callable[[int], None]] = None) -> None:
+                      on_row: Optional[RowCallback] = None) -> None:
     """Answer every slot of ``rows`` and write each row when its last slot is answered.
 
-    ``on_row(tokens)`` is called per finished or failed row.
+    ``on_row(tokens, failed=...)`` is called per finished or failed row.
     """
     chunk = max(1, _CHUNK_BATCHES * batch_size)
     job = _Job(renderer, writer, on_row)
@@ -53,7 +54,7 @@ def answer_in_process(target: FrozenTarget, renderer: Renderer, rows: Sequence[P
 class _Job:
     renderer: Renderer
     writer: PartWriter
-    on_row: Optional[Callable[[int], None]]
+    on_row: Optional[RowCallback]
 
     def requests(self, dialogues: Sequence[Dialogue]) -> dict[str, tuple[Dialogue, list[int], int]]:
         """(dialogue, prompt ids, most tokens) by request id, of those that go on."""
@@ -86,9 +87,10 @@ class _Job:
         self._report(sum(len(turn.response_ids) for turn in dialogue.turns))
 
     def _fail(self, dialogue: Dialogue, reason: Exception) -> None:
-        self.writer.fail(dialogue.row.id, str(reason), skipped=isinstance(reason, TurnSkipped))
-        self._report(0)
+        skipped = isinstance(reason, TurnSkipped)
+        self.writer.fail(dialogue.row.id, str(reason), skipped=skipped)
+        self._report(0, failed=not skipped)
 
-    def _report(self, tokens: int) -> None:
+    def _report(self, tokens: int, *, failed: bool = False) -> None:
         if self.on_row is not None:
-            self.on_row(tokens)
+            self.on_row(tokens, failed=failed)

@@ -36,24 +36,26 @@ class Renderer:
         self.template_kwargs: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]],
-                   tools: Optional[Sequence[dict[str, Any]]] = None) -> list[int]:
-        """Everything before the target's first own token, generation prompt included. Raises RenderError.
+                   tools: Optional[Sequence[dict[str, Any]]] = None, *, thinking: Optional[bool] = None) -> list[int]:
+        """Everything before the target's first own token, generation prompt included; ``thinking`` of this
+        conversation, if it is not to be the renderer's. Raises RenderError.
 
         The template writes the beginning-of-sequence token, so the tokenizer must not add another one: text and
         ids come from one ``apply_chat_template`` call, which sees to that.
         """
-        ids = self._apply(messages, tools, tokenize=True)
+        ids = self._apply(messages, tools, tokenize=True, thinking=thinking)
         if not ids:
             raise RenderError("the chat template rendered no tokens")
         return ids
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: Optional[Sequence[dict[str, Any]]], *, tokenize: bool,
-               generation_prompt: bool = True) -> Any:
-        options = {"return_dict": False} if tokenize else {}
+               generation_prompt: bool = True, thinking: Optional[bool] = None) -> Any:
+        options: dict[str, Any] = {"return_dict": False} if tokenize else {}
+        options |= self.template_kwargs if thinking is None else {"enable_thinking": thinking}
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) if tools else None, tokenize=tokenize,
-                add_generation_prompt=generation_prompt, **options, **self.template_kwargs,
+                add_generation_prompt=generation_prompt, **options,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             first = str(error).strip().split("\n")[0]

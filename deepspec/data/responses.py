@@ -1,7 +1,7 @@
 """Answers of the target as they are stored, with the exact token ids on both sides of every turn."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
@@ -33,13 +33,12 @@ class ResponseRow:
     messages: tuple[dict[str, Any], ...]
     turns: tuple[Turn, ...]
     tools: Optional[tuple[dict[str, Any], ...]] = None
+    thinking: Optional[bool] = None  # of this row, where rows differ
 
     def to_json(self) -> dict[str, Any]:
         """The row as it is written."""
         row = asdict(self)
-        if self.tools is None:
-            del row["tools"]
-        return row
+        return {name: value for name, value in row.items() if value is not None or name not in ("tools", "thinking")}
 
 
 def response_from_json(row: dict[str, Any], where: str) -> ResponseRow:
@@ -49,6 +48,7 @@ def response_from_json(row: dict[str, Any], where: str) -> ResponseRow:
         result = ResponseRow(
             id=row["id"], domain=row["domain"], split=row["split"], messages=tuple(row.get("messages", ())),
             turns=turns, tools=tuple(row["tools"]) if row.get("tools") else None,
+            thinking=row.get("thinking"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InputRefused(f"{where}: row {row.get('id')!r} is not a response row ({_reason(error)})") from None
@@ -94,4 +94,4 @@ def truncate_at_length(row: ResponseRow) -> Optional[ResponseRow]:
         return row
     if not whole:
         return None
-    return ResponseRow(row.id, row.domain, row.split, row.messages, tuple(whole), row.tools)
+    return replace(row, turns=tuple(whole))

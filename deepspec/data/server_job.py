@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 from deepspec.data.dialogue import (
     THINK_CLOSE,
@@ -18,17 +18,16 @@ from deepspec.data.dialogue import (
     opens_thinking,
 )
 from deepspec.data.parts import PartWriter
+from deepspec.data.progress import RowCallback
 from deepspec.data.prompts import PromptRow
 from deepspec.data.rendering import Renderer, RenderError
 from deepspec.data.responses import Turn
-from deepspec.data.server import ChatClient, Reply, RowRejected, ServerDown
+from deepspec.data.server import ChatClient, Reply, RowRejected
+from deepspec.data.server_pool import DEFAULT_BREAKER, BreakerOptions, ServersDead
 from deepspec.errors import UserError
 from deepspec.targets.sampling import Sampling
 
 log = logging.getLogger(__name__)
-
-# Rows in a row that found no server at all, retries included, before the job stops.
-BREAKER_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class Request:
         }
         if self.sampling.top_k:
             body["top_k"] = self.sampling.top_k
-        if self.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        thinking = self.thinking if dialogue.thinking is None else dialogue.thinking
+        if thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": thinking}
         if dialogue.row.tools:
             body["tools"] = list(dialogue.row.tools)
         return body
@@ -61,13 +61,12 @@ class ServerJob:
 
     def __init__(self, client: ChatClient, renderer: Renderer, writer: PartWriter, request: Request,
                  limits: AnswerLimits, *, concurrency: int, failure_limit: int,
-                 on_row: Optional[Callable[[int], None]] = None) -> None:
+                 on_row: Optional[RowCallback] = None) -> None:
         self._client, self._renderer, self._writer = client, renderer, writer
         self._request, self._limits, self._concurrency = request, limits, concurrency
         self._failure_limit, self._on_row = failure_limit, on_row
-        self._unreached: list[tuple[str, str]] = []  # rows that found no server
-        self._unreached_in_a_row = 0
         self.unbalanced = 0
+        self.retokenised = 0  # answers without token ids
 
     async def run(self, rows: Iterator[PromptRow]) -> None:
         """Answer all rows. Raises UserError when the servers are gone or failures pass the limit; what is finished by
@@ -79,24 +78,25 @@ class ServerJob:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-        for prompt_id, reason in self._unreached:
-            self._fail(prompt_id, reason)
         if self.unbalanced:
             log.warning("%d answers closed a think tag that they had not opened; it was added", self.unbalanced)
+        if self.retokenised:
+            log.warning("%d answers came without token ids (the server does not know return_token_ids): their text was "
+                        "tokenised here, which now and then gives other tokens than were sampled", self.retokenised)
 
     async def _work(self, rows: Iterator[PromptRow]) -> None:
         for row in rows:
             try:
                 dialogue = await self._answer(row)
-            except ServerDown as error:
-                self._unreachable(row.id, str(error))
-                continue
+            except ServersDead as error:
+                raise UserError(
+                    f"The servers stopped answering: {error}. {self._writer.counts['answered']} rows are finished and "
+                    f"kept, those under way are not marked. Start the servers and run the same command again: it "
+                    f"continues from there."
+                ) from None
             except (RowRejected, TurnRefused, RenderError) as error:
-                if isinstance(error, (RowRejected, TurnRefused)) and not isinstance(error, TurnSkipped):
-                    self._unreached_in_a_row = 0
                 self._fail(row.id, str(error), skipped=isinstance(error, TurnSkipped))
                 continue
-            self._unreached_in_a_row = 0
             self._writer.answer(dialogue.result())
             self._report(sum(len(turn.response_ids) for turn in dialogue.turns))
 
@@ -104,17 +104,18 @@ class ServerJob:
         dialogue = Dialogue(row, self._limits)
         while (prompt := dialogue.next_prompt(self._renderer)) is not None:
             prompt_ids, most = prompt
-            reply = await self._client.ask(self._request.payload(dialogue, most))
+            reply = await self._client.ask(self._request.payload(dialogue, most), row.id)
             dialogue.add(self._turn(prompt_ids, reply), self._renderer)
         return dialogue
 
     def _turn(self, prompt_ids: list[int], reply: Reply) -> Turn:
         if reply.finish_reason not in ("stop", "length", "tool_calls"):
             raise TurnRefused(f"finish reason {reply.finish_reason!r}")
-        if reply.prompt_ids is not None and list(reply.prompt_ids) != prompt_ids:
+        seen = reply.prompt_tokens if reply.prompt_ids is None else len(reply.prompt_ids)
+        if list(reply.prompt_ids or prompt_ids) != prompt_ids or seen not in (None, len(prompt_ids)):
             raise TurnRefused(
-                f"the server rendered {len(reply.prompt_ids)} prompt tokens that differ from the {len(prompt_ids)} "
-                f"rendered here: its chat template, or its default for thinking, is another one"
+                f"the server rendered {seen} prompt tokens that differ from the {len(prompt_ids)} rendered here: its "
+                f"chat template, or its default for thinking, is another one"
             )
         if reply.response_ids is None and reply.finish_reason == "tool_calls":
             raise TurnRefused("a tool call without token ids; the server must support return_token_ids")
@@ -128,6 +129,7 @@ class ServerJob:
                 text = self._renderer.text(ids)
         else:
             ids = self._renderer.text_ids(after_prompt(text, opened)) if text.strip() else []
+            self.retokenised += 1
         end = self._renderer.end_of_turn_id
         if reply.finish_reason == "stop" and end is not None and ids and ids[-1] not in self._request.stop_ids:
             ids.append(end)  # re-tokenised text, or a server that keeps its stop token to itself
@@ -137,20 +139,9 @@ class ServerJob:
                               f"{self._request.vocab_size} rows")
         return Turn(tuple(prompt_ids), tuple(ids), reply.finish_reason, text)
 
-    def _unreachable(self, prompt_id: str, reason: str) -> None:
-        """Nothing is known about such a row: it is recorded only if the job comes to its end in spite of it."""
-        self._unreached.append((prompt_id, reason))
-        self._unreached_in_a_row += 1
-        if self._unreached_in_a_row >= BREAKER_ROWS:
-            raise UserError(
-                f"The servers stopped answering: {self._unreached_in_a_row} rows in a row found none ({reason}). "
-                f"{self._writer.counts['answered']} rows are finished and kept, no other is marked. Start the servers "
-                f"and run the same command again: it continues from there."
-            )
-
     def _fail(self, prompt_id: str, reason: str, *, skipped: bool = False) -> None:
         self._writer.fail(prompt_id, reason, skipped=skipped)
-        self._report(0)
+        self._report(0, failed=not skipped)
         if self._writer.counts["failed"] > self._failure_limit:
             raise UserError(
                 f"{self._writer.counts['failed']} rows failed, more than responses.error_limit allows for the whole "
@@ -158,26 +149,29 @@ class ServerJob:
                 f"the next run."
             )
 
-    def _report(self, tokens: int) -> None:
+    def _report(self, tokens: int, *, failed: bool = False) -> None:
         if self._on_row is not None:
-            self._on_row(tokens)
+            self._on_row(tokens, failed=failed)
 
 
 def answer_from_servers(urls: Sequence[str], rows: Iterator[PromptRow], renderer: Renderer, writer: PartWriter,
                         request: Request, limits: AnswerLimits, *, model: Optional[str], concurrency: int, retries: int,
                         seconds_per_token: float, failure_limit: int, retry_wait: float = 0.5,
-                        on_row: Optional[Callable[[int], None]] = None) -> dict[str, Any]:
-    """Answer ``rows``; returns {model, requests, unbalanced}. Raises InputRefused if no server is there at the start,
-    UserError if they stop answering or too many rows fail."""
+                        breaker: BreakerOptions = DEFAULT_BREAKER,
+                        on_row: Optional[RowCallback] = None) -> dict[str, Any]:
+    """Answer ``rows``; returns {model, requests, unbalanced, retokenised, servers}. Raises InputRefused if no
+    server is there at the start, UserError if they stop answering or too many rows fail."""
 
     async def job() -> dict[str, Any]:
         client = ChatClient(urls, model=model, retries=retries, seconds_per_token=seconds_per_token,
-                            connections=concurrency, retry_wait=retry_wait)
+                            connections=concurrency, retry_wait=retry_wait, breaker=breaker)
         async with client:
             name = await client.connect()
             work = ServerJob(client, renderer, writer, request, limits, concurrency=concurrency,
                              failure_limit=failure_limit, on_row=on_row)
             await work.run(rows)
-            return {"model": name, "requests": client.requests, "unbalanced": work.unbalanced}
+            servers = {server.url: {"requests": server.requests, "opened": server.opened} for server in client.servers}
+            return {"model": name, "requests": client.requests, "unbalanced": work.unbalanced,
+                    "retokenised": work.retokenised, "servers": servers}
 
     return asyncio.run(job())

@@ -43,6 +43,7 @@ def _run(config: Config) -> None:
     require(bool(name) and not bad, "run.name", config.run.name,
             "non-empty and without blanks, quotes or any of : ; , # ? * < > | (it is a folder and a W&B id)")
     whole("run.seed", config.run.seed, 0)
+    require(config.run.seed < 2**32, "run.seed", config.run.seed, "below 2**32, the range of all generators")
     whole("run.threads", config.run.threads, 0)
 
 
@@ -150,9 +151,12 @@ def _data(config: Config) -> None:
         require(str(url).startswith(("http://", "https://")), "responses.servers", url, "made of URLs ending in /v1")
     within("responses.temperature", responses.temperature, 0.0, math.inf)
     within("responses.top_p", responses.top_p, 0.0, 1.0, open_low=True)
-    wholes("responses", responses, ("max_tokens", "batch_size", "concurrency"), 1)
+    wholes("responses", responses, ("max_tokens", "batch_size", "concurrency", "breaker_failures"), 1)
     wholes("responses", responses, ("top_k", "retries"), 0)
     within("responses.seconds_per_token", responses.seconds_per_token, 0.0, math.inf, open_low=True)
+    within("responses.patience_seconds", responses.patience_seconds, 0.0, math.inf)
+    if responses.thinking_share is not None:
+        within("responses.thinking_share", responses.thinking_share, 0.0, 1.0)
     within("responses.error_limit", responses.error_limit, 0.0, 1.0)
     choice("responses.truncated", responses.truncated, ("keep", "drop"))
     choice("features.mode", features.mode, ("cached", "online"))

@@ -17,6 +17,7 @@ from deepspec.data.rendering import Renderer
 from deepspec.data.rendezvous import Rendezvous, wait_for
 from deepspec.data.responses import ERRORS_FILE, RESPONSES_FILE
 from deepspec.data.server_job import Request, answer_from_servers
+from deepspec.data.server_pool import BreakerOptions
 from deepspec.errors import ConfigError, InputRefused, UserError
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.load import load_target, load_tokenizer, locate
@@ -82,7 +83,8 @@ class _Backend:
             raise ConfigError(f"responses.backend={self._options.backend!r} is neither in_process nor server.")
         self.renderer = Renderer(tokenizer, config.target.thinking, config.target.name)
         mask_token_id = None if config.target.mask_token_id == MISSING else config.target.mask_token_id
-        self._limits = AnswerLimits(self._options.max_tokens, config.data.max_length, mask_token_id)
+        self._limits = AnswerLimits(self._options.max_tokens, config.data.max_length, mask_token_id,
+                                    self._options.thinking_share)
         self._sampling = Sampling(self._options.temperature, self._options.top_p, self._options.top_k, config.run.seed)
 
     def facts(self) -> dict[str, Any]:
@@ -108,6 +110,7 @@ class _Backend:
             concurrency=max(1, options.concurrency // distributed.world_size()), retries=options.retries,
             seconds_per_token=options.seconds_per_token,
             failure_limit=max(_PATIENCE, int(options.error_limit * total)), on_row=progress.add,
+            breaker=BreakerOptions(options.breaker_failures, options.patience_seconds),
         )
 
 

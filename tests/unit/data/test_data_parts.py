@@ -121,7 +121,8 @@ def test_answers_in_process_do_not_depend_on_the_split_over_ranks(tmp_path: Path
             with PartWriter(folder, rank) as writer:
                 regenerate.answer_in_process(
                     target, renderer, list(mine(rows, set(), rank, world)), writer, limits=AnswerLimits(6, 120, None),
-                    sampling=Sampling(1.0, 1.0, 0, 7), batch_size=3, on_row=reported.append,
+                    sampling=Sampling(1.0, 1.0, 0, 7), batch_size=3,
+                    on_row=lambda tokens, failed=False: reported.append(tokens),
                 )
         join_parts(folder, rows, drop_truncated=False)
     assert (tmp_path / "1" / "responses.jsonl").read_bytes() == (tmp_path / "2" / "responses.jsonl").read_bytes()
