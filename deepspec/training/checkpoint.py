@@ -175,6 +175,15 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise InputRefused(f"{path} cannot be read ({error}). Use another checkpoint.") from None
 
 
+def require_unchanged(checkpoint_dir: Path) -> None:
+    """Raise InputRefused naming a file of tensors that is no longer what was written, by its hash in the manifest."""
+    manifest = read_manifest(checkpoint_dir)
+    for name, written in ({} if manifest is None else manifest.files).items():
+        if name in (MODEL, AVERAGE, OPTIMIZER) and sha256_file(Path(checkpoint_dir) / name) != written:
+            raise InputRefused(f"{Path(checkpoint_dir) / name} is damaged: its SHA-256 is not the one in manifest.json. "
+                               f"Use another checkpoint. {_existing(Path(checkpoint_dir).parent.parent)}")
+
+
 def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Refuse any missing, unknown, empty or misshapen tensor; nothing is ever left at its initial value silently."""
     expected = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}

@@ -1,6 +1,7 @@
 """DeepSpeed: configuration, optimizer, and the few places where its ZeRO stages behave differently."""
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
@@ -165,6 +166,7 @@ def initialize(module: nn.Module, trainer: TrainerConfig, optimizer: OptimizerCo
     if not any(isinstance(known, _KnownNoise) for known in deepspeed_logger.filters):
         deepspeed_logger.addFilter(_KnownNoise())
     config = build_config(trainer, optimizer, engine, distributed.world_size())
+    _accepted(config)
     module.to(distributed.device())
     stage = config["zero_optimization"]["stage"]
     client = _make_optimizer(parameter_groups(module.get_submodule("drafter"), optimizer), optimizer, stage)
@@ -173,6 +175,18 @@ def initialize(module: nn.Module, trainer: TrainerConfig, optimizer: OptimizerCo
             model=module, optimizer=client, config=config, dist_init_required=False,
         )
     return wrapped
+
+
+def _accepted(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError with DeepSpeed's reason where it does not take its configuration."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(copy.deepcopy(dict(config)))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"DeepSpeed does not take what engine.deepspeed says: {' '.join(str(error).split())}. "
+                          "Correct engine.deepspeed; its keys and values are those of DeepSpeed's own documentation."
+                          ) from None
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:

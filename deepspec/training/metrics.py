@@ -63,7 +63,8 @@ def objective_row(sums: Mapping[str, Sequence[float]], objective: ObjectiveConfi
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with null for numbers JSON cannot hold (a skipped step has no loss)."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    return {key: finite(value) if isinstance(value, Mapping) else
+            None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def tracked(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,6 +156,8 @@ class DrafterTrainer:
             saved = checkpoint.read_state(found)
             require_same(saved.identity, self.identity, found)
             checkpoint.load_weights(self._drafter, found)
+            if distributed.is_main():  # reads every byte, so one rank for all
+                checkpoint.require_unchanged(found)
         # Rank 0 looks for all: the answer decides on collective saves later.
         self.best = distributed.broadcast_object(restored(self.run_dir, found, saved))  # type: ignore[assignment]
         if distributed.is_main():

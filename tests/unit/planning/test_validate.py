@@ -20,6 +20,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
 @pytest.mark.parametrize("key, value, said", [
     ("stages", ["trian"], "Did you mean 'train'"), ("stages", ["export", "train"], "in the order"),
     ("run.name", "a b", "run.name='a b'"), ("run.seed", -1, "run.seed=-1"),
+    ("run.seed", 2**32, "range of all generators"),
     ("target.source", "hub", "target.source='hub'"), ("target.dtype", "float16", "bfloat16, float32"),
     ("target.feature_layers", [1, 1, 3], "strictly ascending"), ("target.feature_layers", [3, 1], "strictly ascending"),
     ("target.feature_layers", [], "at least one"), ("target.feature_layers", [1, 7], "without the last layer 7"),

@@ -153,6 +153,17 @@ def test_truncated_weights_are_refused(tmp_path):
         checkpoint.load_drafter(path.parent.parent, shared_weights())
 
 
+@pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.OPTIMIZER])
+def test_damaged_tensors_are_refused(tmp_path, name):
+    """Of the right size and shape, so that they load: nothing but their hash tells."""
+    train(tmp_path, max_steps=1)
+    path = checkpoint.latest(tmp_path) / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + bytes(byte ^ 1 for byte in content[-4:]))
+    with pytest.raises(InputRefused, match="is damaged.*SHA-256.*step-1"):
+        train(tmp_path, max_steps=2)
+
+
 def test_wrong_resume_is_fatal_and_lists_what_exists(tmp_path):
     train(tmp_path / "run", max_steps=2, save_every=1)
     (tmp_path / "empty").mkdir()

@@ -38,6 +38,18 @@ def test_owned_keys_are_refused_by_name(extra, key):
         build_config(TRAINER, OptimizerConfig(), EngineConfig(deepspeed=extra), 1)
 
 
+@pytest.mark.parametrize("extra,said", [
+    ({"zero_optimization": 5}, "must be a mapping"), ({"zero_optimization": {"overlap_com": True}}, "overlap_com"),
+    ({"zero_optimization": {"reduce_bucket_size": "many"}}, "reduce_bucket_size"),
+])
+def test_what_deepspeed_refuses_is_said_in_one_sentence(tmp_path, extra, said):
+    drafter = tiny_drafter()
+    config = tiny_config(tmp_path)
+    with pytest.raises(ConfigError, match=f"DeepSpeed does not take.*{said}"):
+        initialize(TrainingModule(drafter, config.objective), config.trainer, config.optimizer,
+                   EngineConfig(zero_stage=1, deepspeed=extra))
+
+
 def test_other_keys_are_merged_verbatim():
     extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_allow_untested_optimizer": True}
     config = build_config(TRAINER, OptimizerConfig(), EngineConfig(zero_stage=2, deepspeed=extra), 2)
