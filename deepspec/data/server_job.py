@@ -128,6 +128,7 @@ class ServerJob:
             if not text.strip():
                 text = self._renderer.text(ids)
         else:
+            text = _whole_characters(text, reply.finish_reason)
             ids = self._renderer.text_ids(after_prompt(text, opened)) if text.strip() else []
             self.retokenised += 1
         end = self._renderer.end_of_turn_id
@@ -152,6 +153,16 @@ class ServerJob:
     def _report(self, tokens: int, *, failed: bool = False) -> None:
         if self._on_row is not None:
             self._on_row(tokens, failed=failed)
+
+
+def _whole_characters(text: str, finish_reason: str) -> str:
+    """Text that can be tokenised again. Raises TurnRefused where the server could not put bytes into characters:
+    which tokens they came from is lost. At the end of a cut answer these are only the last, unfinished one."""
+    if finish_reason == "length":
+        text = text.rstrip("\ufffd")
+    if "\ufffd" in text:
+        raise TurnRefused("the answer has bytes that are no text (U+FFFD), and the server gives no token ids")
+    return text
 
 
 def answer_from_servers(urls: Sequence[str], rows: Iterator[PromptRow], renderer: Renderer, writer: PartWriter,

@@ -315,3 +315,15 @@ def test_ids_outside_the_vocabulary_are_a_failure(tmp_path: Path) -> None:
         job(tmp_path, [server.url], rows)
     assert str(ROWS) in failures(tmp_path, rows)["a"]
     assert "mask token" in failures(tmp_path, rows)["b"]
+
+
+def test_bytes_that_are_no_text_need_token_ids(tmp_path: Path) -> None:
+    answers = {"cut": reply("caf\ufffd\ufffd", "length"), "lost": reply("a\ufffdb"),
+               "known": reply("a\ufffdb", token_ids=[300, 301, END])}
+    rows = [prompt(name) for name in answers]
+    with FakeServer(lambda body: answers[last_user(body)]) as server:
+        result = job(tmp_path, [server.url], rows)
+    found = stored(tmp_path, rows)
+    assert {name: row.turns[0].text for name, row in found.items()} == {"cut": "caf", "known": "a\ufffdb"}
+    assert found["known"].turns[0].response_ids == (300, 301, END)
+    assert "U+FFFD" in failures(tmp_path, rows)["lost"] and result["retokenised"] == 1
