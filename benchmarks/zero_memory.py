@@ -223,6 +223,8 @@ def wrong(found: dict[int, dict[int, dict[str, int]]]) -> list[str]:
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     texts = dict(item.split("=", 1) for item in sys.argv[1:] if not item.startswith("--"))
     folder = texts.pop("folder", None)
     unknown = texts.keys() - DEFAULTS.keys()

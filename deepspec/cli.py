@@ -1,9 +1,11 @@
 """What every script does before and around its stages: command line, checks, exit codes."""
 
+import errno
 import json
 import logging
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Optional, Sequence
@@ -21,6 +23,8 @@ from deepspec.errors import ConfigError, UserError
 
 log = logging.getLogger(__name__)
 OVERRIDES = "overrides.json"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_TURN_SECONDS = 2.0
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "WANDB_SILENT": "true",
@@ -97,8 +101,9 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
 def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) -> None:
     quiet_third_party()
     from deepspec.stages.pipeline import run_stages
-    from deepspec.training.signals import watch_launcher
+    from deepspec.training.signals import ignore_save_requests, watch_launcher
 
+    ignore_save_requests()
     watch_launcher()
     try:
         path = Path(config.run.dir) / OVERRIDES
@@ -112,6 +117,12 @@ def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) 
         _exit(error, all_ranks=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        _exit(UserError(f"Writing failed: {error}. What was finished before is intact. Make room (or check the file "
+                        "system) and run the same command again: it continues from there."), all_ranks=True)
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
@@ -120,6 +131,8 @@ def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) 
 def _exit(error: UserError, *, all_ranks: bool) -> None:
     """One paragraph on stderr and the error's exit code; checks that all ranks repeat are reported by rank 0 alone."""
     rank = os.environ.get("RANK", "0")
+    if rank != "0" and not all_ranks:
+        time.sleep(_TURN_SECONDS)  # the launcher kills rank 0, message and all, as soon as another rank has ended
     if rank == "0" or all_ranks:
         prefix = "" if rank == "0" else f"[rank {rank}] "
         sys.stderr.write(f"\n{prefix}{type(error).__name__}: {error}\n")

@@ -183,8 +183,22 @@ def _check_override(override: Override) -> None:
         raise ConfigError(f"{override.input_line!r}: there is no option {key!r}. {_nearest(key, list(known_keys()))}")
 
 
+# What other trainers call it, where spelling leads nowhere.
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr", "lr_scheduler": "optimizer.min_lr_ratio", "warmup_steps": "optimizer.warmup_ratio",
+    "gradient_accumulation_steps": "trainer.global_batch_size", "num_train_epochs": "trainer.epochs",
+    "per_device_train_batch_size": "trainer.micro_batch_size", "batch_size": "trainer.global_batch_size",
+    "max_seq_length": "data.max_length", "max_seq_len": "data.max_length", "save_steps": "trainer.save_every",
+    "save_total_limit": "trainer.keep_last", "eval_steps": "trainer.validate_every", "logging_steps":
+    "trainer.log_every", "report_to": "tracking.mode", "output_dir": "run.dir", "ema": "trainer.ema_decay",
+    "gradient_checkpointing": "trainer.activation_checkpointing", "bf16": "trainer.precision",
+}
+
+
 def _nearest(key: str, choices: list[str]) -> str:
     leaf = key.rsplit(".", 1)[-1]
+    if _ELSEWHERE.get(leaf) in choices:
+        return f"Did you mean {_ELSEWHERE[leaf]!r}?"
     close = [name for name in choices if "." in name and name.rsplit(".", 1)[-1] == leaf][:1]
     close = close or difflib.get_close_matches(key, choices, n=1, cutoff=0.75)
     leaves: dict[str, str] = {}

@@ -15,6 +15,7 @@ from deepspec.export.load import load_exported
 
 SHIFTS = (-1, 0, 1)
 CLEAR = 2.0  # standard errors of the paired difference
+MATERIAL = 0.02  # mean acceptance a wrong convention loses at least; a short training leaves less between neighbours
 
 
 def fixed_tokens(vocabulary: int, length: int = 48) -> Tensor:
@@ -161,8 +162,8 @@ def _rates(drafter: nn.Module, target: Any, tokens: Tensor, per_document: int) -
 def shift_gate(drafter: nn.Module, target: Any, documents: Sequence[Tensor], per_document: int = 16) -> ShiftResult:
     """Check 10 at export: analytic acceptance at teacher-forced anchors, where a shift of 0 must win clearly.
 
-    ``wrong`` when a shifted convention beats the exported one beyond noise, ``indistinct`` when nothing stands out (an
-    untrained drafter, or one that hardly uses its features).
+    ``wrong`` when a shifted convention beats the exported one beyond noise and by ``MATERIAL``, ``indistinct`` when
+    nothing stands out (an untrained drafter, or one that hardly uses its features).
     """
     collected: dict[tuple[str, int], list[Tensor]] = {}
     for tokens in documents:
@@ -180,8 +181,14 @@ def shift_gate(drafter: nn.Module, target: Any, documents: Sequence[Tensor], per
             error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else float("inf")
             scores[kind, shift] = float(gain.mean()) / max(error, 1e-12)
     means = {kind: {shift: float(rates[kind, shift].mean()) for shift in SHIFTS} for kind in ("layers", "slots")}
-    beaten = [f"{kind} {shift:+d}" for (kind, shift), score in scores.items() if score < -CLEAR]
-    unclear = [f"{kind} {shift:+d}" for (kind, shift), score in scores.items() if abs(score) <= CLEAR]
+    beaten = [
+        f"{kind} {shift:+d}" for (kind, shift), score in scores.items()
+        if score < -CLEAR and means[kind][0] - means[kind][shift] < -MATERIAL
+    ]
+    unclear = [
+        name for (kind, shift), score in scores.items()
+        for name in [f"{kind} {shift:+d}"] if score <= CLEAR and name not in beaten
+    ]
     trained = all(score > CLEAR for (kind, _), score in scores.items() if kind == "slots")
     if beaten and trained:
         verdict, note = "wrong", f"the exported convention is beaten by {', '.join(beaten)}"

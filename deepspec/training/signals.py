@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 as requests that the loop answers at the end of a step; a dead launcher counts as SIGTERM."""
+"""Signals as requests that the loop answers at the end of a step; a dead launcher counts as SIGTERM."""
 
 import logging
 import os
@@ -15,17 +15,21 @@ _LAUNCHER = (("deepspeed.launcher.launch",), ("deepspeed", "ds", "deepspeed.laun
 
 
 class Requests:
-    """While entered: SIGTERM asks to save and stop, SIGUSR1 to save and go on. Handlers only set a flag."""
+    """While entered: SIGTERM and the first Ctrl-C ask to save and stop, SIGUSR1 to save and go on.
+
+    Handlers only set a flag; a second Ctrl-C interrupts at once.
+    """
 
     stopping = False  # a request to stop was answered: this process is on its way out
 
     def __init__(self) -> None:
         self.stop = False
         self.save = False
+        self._interrupted = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Requests":
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             try:
                 self._previous[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread: whoever runs us there handles signals
@@ -44,10 +48,20 @@ class Requests:
         return self.stop, save
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        if number == signal.SIGTERM:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            logger.warning("interrupted: this step is finished and saved first; once more ends at once")
+        if number in (signal.SIGTERM, signal.SIGINT):
             self.stop = True
         else:
             self.save = True
+
+
+def ignore_save_requests() -> None:
+    """Outside training there is nothing to save, and SIGUSR1, left alone, ends a process."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def watch_launcher(seconds: float = 1.0) -> None:

@@ -56,8 +56,9 @@ class Validator:
         if averaged is not None:
             row["ema"] = self._values(averaged, domains, names)
         flat = {f"eval/{name}/{PROXY}": row["domains"][name][PROXY] for name in names}
-        logger.info("validation at step %d: acceptance length %.3f (analytic; %s)", step, row[PROXY],
-                    ", ".join(f"{name} {value:.3f}" for name, value in zip(names, flat.values())))
+        logger.info("validation at step %d: acceptance length %.3f (analytic; %s)%s", step, row[PROXY],
+                    ", ".join(f"{name} {value:.3f}" for name, value in zip(names, flat.values())),
+                    f"; averaged weights {row['ema'][PROXY]:.3f}" if "ema" in row else "")
         tracked = {f"eval/{PROXY}": row[PROXY], **flat}
         if self.decoder is not None and self.decoder.due(step):
             row["decoded"] = self.decoder(engine, step)

@@ -1,4 +1,4 @@
-"""A long run on the CPU needs no more memory at its end than after its first windows, whatever the sizes of its packs."""
+"""A long run on the CPU needs no more memory at its end than after its first windows, whatever its packs."""
 
 import json
 import os

@@ -145,3 +145,12 @@ def test_flags_of_other_programs_are_refused(flag: str, way_out: str) -> None:
 
 def test_a_configuration_without_an_experiment_can_be_looked_at() -> None:
     assert compose_checked([], "train_drafter").drafter.block_size == 7
+
+
+@pytest.mark.parametrize("foreign, ours", [
+    ("trainer.gradient_accumulation_steps=4", "trainer.global_batch_size"), ("trainer.ema=0.9", "trainer.ema_decay"),
+    ("optimizer.learning_rate=1", "optimizer.lr"),
+])
+def test_names_of_other_trainers_lead_to_ours(foreign: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{ours}'"):
+        compose_config(["+experiment=tiny", foreign])
