@@ -1,5 +1,6 @@
 """Which stages run, which are up to date, and the record of both in the run's ``manifest.json``."""
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -205,7 +206,8 @@ def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
         importlib.import_module(f"deepspec.stages.{stage}").run(config)
     except BaseException as error:
         stopped = isinstance(error, SystemExit) and not error.code  # asked to stop by a signal, and saved
-        _record(config, stage, status="stopped" if stopped else "failed")
+        with contextlib.suppress(OSError):  # a full disk: the first error is the one to show
+            _record(config, stage, status="stopped" if stopped else "failed")
         raise
     distributed.barrier()
     seconds = time.perf_counter() - started

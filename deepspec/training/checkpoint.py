@@ -123,12 +123,21 @@ def resolve_resume(resume: str, run_dir: Path) -> Optional[Path]:
     path = Path(resume)
     owner = path.parent if path.name == "checkpoints" else path
     if directory(owner).is_dir():  # a run's directory has a manifest of another kind
-        return latest(owner)
+        return _start_or_own(latest(owner), run_dir)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.producer == PRODUCER and manifest.status == "complete":
-        return path
+        return _start_or_own(path, run_dir)
     where = path.parent.parent if path.parent.name == "checkpoints" else run_dir
     raise InputRefused(f"trainer.resume={resume} is not a complete checkpoint. {_existing(where)}")
+
+
+def _start_or_own(named: Path, run_dir: Path) -> Path:
+    """``named``, unless it is another run's and this one has its own by now: the same command again loses nothing."""
+    own = find_latest(run_dir) if named.parent.resolve() != directory(run_dir).resolve() else None
+    if own is not None:
+        logger.warning("%s is where this run began; it goes on from its own %s. To begin there again, give another "
+                       "run.name", named, own)
+    return own or named
 
 
 def _existing(run_dir: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 from deepspec import artifacts
 from deepspec.config.compose import compose_config
 from deepspec.config.schema import BenchmarkConfig, Config
-from deepspec.errors import InputRefused
+from deepspec.errors import InputRefused, UserError
 from deepspec.stages import pipeline
 from deepspec.training.identity import require_same, start_hash
 
@@ -120,3 +120,18 @@ def test_another_best_checkpoint_is_another_result_of_training(config: Config) -
     after = pipeline.fingerprint(config, "evaluate")
     (folder / "best").write_text("step-2\n")
     assert len({before, after, pipeline.fingerprint(config, "evaluate")}) == 3
+
+
+def test_a_full_disk_does_not_hide_the_first_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(config: Config, stage: str, **values: object) -> None:
+        if values["status"] == "failed":
+            raise OSError(28, "No space left on device")
+
+    def fail(config: Config) -> None:
+        raise UserError("Could not save step-7")
+
+    monkeypatch.setattr(pipeline, "_record", record)
+    monkeypatch.setattr(pipeline, "fingerprint", lambda config, stage: "")
+    monkeypatch.setattr("deepspec.stages.report.run", fail)
+    with pytest.raises(UserError, match="Could not save step-7"):
+        pipeline._run_stage(config, "report", forced=True)

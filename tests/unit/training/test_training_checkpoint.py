@@ -184,6 +184,7 @@ def test_resume_by_path_and_never(tmp_path, caplog):
     for name, path in (("b", checkpoint.latest(tmp_path / "a")), ("c", tmp_path / "a")):
         train(tmp_path / name, resume=str(path))
         assert [row["step"] for row in rows(tmp_path / name)] == list(range(step + 1, 11))
+        assert not train(tmp_path / name, resume=str(path)).trained  # the same command again: nothing is thrown away
     train(tmp_path / "a", resume="never", max_steps=2)
     assert [row["step"] for row in rows(tmp_path / "a")] == [1, 2]
     assert checkpoint.complete_tags(tmp_path / "a") == ["step-2"]
