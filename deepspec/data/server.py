@@ -101,8 +101,9 @@ class ChatClient:
         while True:
             lease = await self._pool.acquire(avoid)
             server = lease.server
+            body = {"model": server.model, **{key: payload[key] for key in payload if key not in server.refused}}
             try:
-                response = await self._post(lease, payload, row)
+                response = await self._post(lease, body, row)
             except _GONE as error:
                 self._pool.lost(lease, f"{server.url}: {type(error).__name__} {error}")
                 avoid.add(server.url)
@@ -113,19 +114,17 @@ class ChatClient:
                 raise
             finally:
                 self._pool.release(lease)
-            unknown = [name for name in _OPTIONAL if name in payload and name in response.text
-                       and name not in server.refused] if response.status_code in (400, 422) else []
-            if unknown:
+            unknown = [name for name in _OPTIONAL if name in body and name in response.text]
+            if unknown and response.status_code in (400, 422):
                 server.refused.update(unknown)  # refused unread, so it is not an attempt
                 continue
             if response.status_code != 200:
                 raise RowRejected(f"{server.url}: HTTP {response.status_code} {response.text[:200]}")
             return _reply(response, server.url)
 
-    async def _post(self, lease: Lease, payload: dict[str, Any], row: str) -> httpx.Response:
+    async def _post(self, lease: Lease, body: dict[str, Any], row: str) -> httpx.Response:
         server = lease.server
-        body = {"model": server.model, **{key: payload[key] for key in payload if key not in server.refused}}
-        seconds = self.timeout(payload["max_tokens"])
+        seconds = self.timeout(body["max_tokens"])
         self.requests += 1
         try:
             response = await self._http.post(

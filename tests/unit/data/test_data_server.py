@@ -298,6 +298,15 @@ def test_too_many_failures_stop_the_job_early(tmp_path: Path) -> None:
     assert len(server.requests) < 20
 
 
+def test_several_rows_at_once_learn_that_a_server_does_not_know_token_ids(tmp_path: Path) -> None:
+    rows = [prompt(str(index)) for index in range(8)]
+    refusal = {"status": 422, "text": "Unexpected fields in the request: {'return_token_ids'}"}
+    with FakeServer(lambda body: delayed(0.05, refusal) if "return_token_ids" in body else reply()) as server:
+        job(tmp_path, [server.url], rows, retries=0, concurrency=4)
+    assert len(stored(tmp_path, rows)) == 8 and failures(tmp_path, rows) == {}
+    assert sum("return_token_ids" in body for body in server.requests) == 4
+
+
 def test_a_server_that_does_not_know_token_ids_is_asked_without(tmp_path: Path) -> None:
     rows = [prompt("a"), prompt("b")]
     with FakeServer(lambda body: {"status": 400, "text": "unknown field return_token_ids"} if "return_token_ids" in body
