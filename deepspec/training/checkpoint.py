@@ -189,8 +189,10 @@ def require_unchanged(checkpoint_dir: Path) -> None:
     manifest = read_manifest(checkpoint_dir)
     for name, written in ({} if manifest is None else manifest.files).items():
         if name in (MODEL, AVERAGE, OPTIMIZER) and sha256_file(Path(checkpoint_dir) / name) != written:
+            run = Path(checkpoint_dir).parent.parent
+            others = [str(directory(run) / tag) for tag in complete_tags(run) if tag != Path(checkpoint_dir).name]
             raise InputRefused(f"{Path(checkpoint_dir) / name} is damaged: its SHA-256 is not the one in manifest.json. "
-                               f"Use another checkpoint. {_existing(Path(checkpoint_dir).parent.parent)}")
+                               f"Name another checkpoint with trainer.resume: {', '.join(others) or 'there is none'}.")
 
 
 def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
