@@ -1,7 +1,7 @@
 """Answers of the target as they are stored, with the exact token ids on both sides of every turn."""
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
@@ -37,7 +37,7 @@ class ResponseRow:
 
     def to_json(self) -> dict[str, Any]:
         """The row as it is written."""
-        row = asdict(self)
+        row = {**vars(self), "turns": [vars(turn) for turn in self.turns]}  # asdict would copy every token
         return {name: value for name, value in row.items() if value is not None or name not in ("tools", "thinking")}
 
 
