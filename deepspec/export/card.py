@@ -50,6 +50,8 @@ def _data(config: Config) -> list[str]:
     sources = ", ".join(f"{source.name} ({source.domain})" for source in config.data.sources) or "not recorded"
     thinking = {True: "on", False: "off", None: "as the template decides"}[config.target.thinking]
     sampling = config.responses
+    if sampling.thinking_share is not None:
+        thinking = f"on for {sampling.thinking_share:.0%} of the conversations"
     limit = "" if config.trainer.max_steps is None else f" (at most {config.trainer.max_steps} steps)"
     return [
         "## Training data", "",

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, Iterator
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, script
 
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "data"))
 
@@ -35,6 +36,11 @@ from deepspec.targets.sampling import Sampling  # noqa: E402
 
 pytestmark = pytest.mark.slow
 KILLS = 20
+SHAPE = ["target.mask_token_id=3", "target.feature_layers=[0,2]"] + [
+    f"target.shape.{name}={value}" for name, value in {
+        "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 16, "vocab_size": ROWS,
+    }.items()]
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
@@ -94,13 +100,13 @@ def part_size(folder: Path) -> int:
 
 
 def test_killed_at_any_time_it_gives_the_same_ids_and_bytes(tmp_path: Path) -> None:
-    rows = prompt_rows(400)
+    rows = prompt_rows(700)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     chance = random.Random(7)
     torn = 0
     with answer_server() as (url, _):
         answer_all(whole, url, rows)
-        step = part_size(whole) / (KILLS + 4)
+        step = part_size(whole) / (2 * KILLS)
         for _ in range(KILLS):
             before, child = part_size(killed), forked(killed, url, rows)
             deadline = time.monotonic() + 30
@@ -143,6 +149,28 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def write_prompts(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"id": str(index), "prompt": text}) + "\n" for index, text in enumerate(texts)))
+
+
+def test_the_script_exits_with_an_error_when_the_servers_are_dead(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    write_prompts(tmp_path / "prompts.jsonl", [f"row {index}" for index in range(300)])
+    options = ["+experiment=tiny", "data=files", f"data.sources.0.path={tmp_path}/prompts.jsonl", "tracking=disabled",
+               f"run.dir={tmp_path}/run", f"run.data_root={tmp_path}/data", "target.source=hf", "target.name=own",
+               f"target.path={target}", *SHAPE, "responses.concurrency=2", "responses.patience_seconds=0.5",
+               "responses=server", "responses.retries=1"]
+    assert script("collect_prompts", *options).returncode == 0
+    with answer_server() as (url, process):
+        def end() -> None:
+            while not (parts := list((tmp_path / "data").rglob("part-*.jsonl"))) or not parts[0].stat().st_size:
+                time.sleep(0.005)
+            process.kill()
+
+        threading.Thread(target=end, daemon=True).start()
+        result = script("generate_responses", *options, f"responses.servers=[{url}]")
+    said = result.stdout + result.stderr
+    assert result.returncode == 1 and "The servers stopped answering" in said and "Traceback" not in said, said[-3000:]
+    parts = next((tmp_path / "data").rglob("part-*.jsonl"))
+    assert 1 <= parts.read_bytes().count(b"\n") < 300
 
 
 def test_a_server_that_dies_half_way_keeps_its_rows(config: Config) -> None:

@@ -12,6 +12,8 @@ from fake_server import FakeServer, delayed, last_user, reply
 from test_data_server import failures, job, prompt, stored
 
 import deepspec.data.server as server_module
+from deepspec.config import paths
+from deepspec.config.schema import Config
 from deepspec.data.parts import answered
 from deepspec.data.server_pool import BreakerOptions
 from deepspec.errors import UserError
@@ -181,3 +183,16 @@ def _text(ids: tuple[int, ...]) -> str:
     from tiny_data import tiny_tokenizer
 
     return tiny_tokenizer().decode(ids)
+
+
+def test_answers_with_and_without_thinking_have_a_place_of_their_own() -> None:
+    config = Config()
+    config.target.name, config.target.path = "t", "p"
+    plain = paths.responses_dir(config)
+    config.responses.thinking_share = 0.25
+    quarter = paths.responses_dir(config)
+    config.responses.thinking_share = 0.5
+    assert len({plain, quarter, paths.responses_dir(config)}) == 3
+    config.responses.patience_seconds = 5.0  # how they are asked for is no part of it
+    config.responses.breaker_failures = 9
+    assert len({plain, quarter, paths.responses_dir(config)}) == 3
