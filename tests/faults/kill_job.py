@@ -136,7 +136,7 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
             os._exit(0)
     os.close(told)
     with open(heard, "rb") as pipe:
-        pipe.readline()  # the first sample is being read, or the child has ended
+        text = pipe.readline().strip().decode()  # empty: the first sample is being read; else nothing was to be done
         if "seconds" in job:
             time.sleep(job["seconds"])
             os.kill(child, signal.SIGKILL)
@@ -144,10 +144,10 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
             while not list(Path(job["run_dir"]).glob(job["kill_when"])):
                 time.sleep(0.01)
             os.kill(child, signal.SIGKILL)
-        text = pipe.read()
+        text += pipe.read().decode()
     _, status = os.waitpid(child, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return {"killed": killed} | (json.loads(text) if text.startswith(b"{") else {})
+    return {"killed": killed} | (json.loads(text) if text.startswith("{") else {})
 
 
 def serve() -> None:
