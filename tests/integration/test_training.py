@@ -15,7 +15,8 @@ from deepspec.distributed import free_port
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "training_job.py"
 STAGES = (0, 1, 2, 3)
-TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "grad_norm")
+TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "grad_norm", "wait_share", "forward_share",
+         "backward_share", "optimizer_share")
 pytestmark = pytest.mark.slow
 
 
