@@ -199,7 +199,6 @@ def test_a_best_that_is_gone_is_forgotten(tmp_path):
 
 def test_a_best_of_another_runs_folder_is_not_this_ones(tmp_path):
     run_with(tmp_path / "a", {2: 3.0}, max_steps=5)
-    run_with(tmp_path / "b", {2: 1.0}, max_steps=2)
     run_with(tmp_path / "b", {7: 0.5}, max_steps=8, resume=str(tmp_path / "a"))
     assert pointer(tmp_path / "b") == "step-7\n"
 
