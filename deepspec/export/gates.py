@@ -181,14 +181,13 @@ def shift_gate(drafter: nn.Module, target: Any, documents: Sequence[Tensor], per
             error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else float("inf")
             scores[kind, shift] = float(gain.mean()) / max(error, 1e-12)
     means = {kind: {shift: float(rates[kind, shift].mean()) for shift in SHIFTS} for kind in ("layers", "slots")}
-    beaten = [
-        f"{kind} {shift:+d}" for (kind, shift), score in scores.items()
-        if score < -CLEAR and means[kind][0] - means[kind][shift] < -MATERIAL
-    ]
-    unclear = [
-        name for (kind, shift), score in scores.items()
-        for name in [f"{kind} {shift:+d}"] if score <= CLEAR and name not in beaten
-    ]
+    lost = {
+        (kind, shift) for (kind, shift), score in scores.items()
+        if score < -CLEAR and means[kind][shift] - means[kind][0] > MATERIAL
+    }
+    beaten = [f"{kind} {shift:+d}" for kind, shift in scores if (kind, shift) in lost]
+    unclear = [f"{kind} {shift:+d}" for (kind, shift), score in scores.items()
+               if score <= CLEAR and (kind, shift) not in lost]
     trained = all(score > CLEAR for (kind, _), score in scores.items() if kind == "slots")
     if beaten and trained:
         verdict, note = "wrong", f"the exported convention is beaten by {', '.join(beaten)}"
