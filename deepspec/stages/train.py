@@ -3,24 +3,20 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import NamedTuple, Optional, Sequence
+from typing import Optional
 
 import torch
 
 from deepspec import distributed
-from deepspec.artifacts import canonical_hash, read_manifest
-from deepspec.config.paths import features_dir, model_cache, responses_dir, run_dir
+from deepspec.config.paths import model_cache, run_dir
 from deepspec.config.schema import Config
-from deepspec.data.batch import Sample
-from deepspec.data.rendering import Renderer
-from deepspec.data.samples import load_samples
-from deepspec.data.sources import CachedFeatures, Expected, OnlineFeatures
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.drafters.warm_start import warm_start
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.stages.confidence import held_out_requests
+from deepspec.stages.feature_sources import load_data, needs_whole_target
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.load import load_target
 from deepspec.tracking import Tracker
@@ -34,15 +30,6 @@ from deepspec.training.validate import make_validator
 
 log = logging.getLogger(__name__)
 JOB_TYPE = "train_drafter"
-
-
-class Data(NamedTuple):
-    """Samples with hidden states; ``documents`` are the same ones without, where they are at hand."""
-
-    train: CachedFeatures | OnlineFeatures
-    documents: Optional[Sequence[Sample]]
-    held_out: CachedFeatures | OnlineFeatures
-    fingerprint: str
 
 
 def run(config: Config) -> None:
@@ -66,12 +53,9 @@ def run(config: Config) -> None:
 
 def train(config: Config, tracker: Tracker) -> TrainResult:
     """Put target, data, drafter and trainer together and run them."""
-    online = config.features.mode == "online"
-    if config.features.mode not in ("cached", "online"):
-        raise ConfigError(f"features.mode={config.features.mode!r} must be cached or online.")
     device = distributed.device()
     # With features on disk the target is needed for two of its matrices only: the rest never reaches the GPU.
-    whole = online or config.trainer.decode_every > 0
+    whole = needs_whole_target(config) or config.trainer.decode_every > 0
     target = load_target(config.target, device=device if whole else "cpu", cache_dir=model_cache(config))
     shape = shape_from(target.spec, config.target, config.drafter)
     on_target = shared_weights(target)
@@ -126,30 +110,6 @@ def live_decoder(config: Config, shape: DrafterShape, shared: SharedWeights, tar
     options = config.trainer
     return LiveDecoder(target, shape, shared, tuple(held_out_requests(config, options.decode_prompts)),
                        every=options.decode_every, max_new_tokens=options.decode_tokens, seed=config.run.seed)
-
-
-def load_data(config: Config, target: FrozenTarget) -> Data:
-    """Training and held-out samples, from a store or through the target. Raises InputRefused for wrong ones."""
-    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
-    responses = read_manifest(responses_dir(config))
-    content = canonical_hash(responses.files) if responses is not None and responses.status == "complete" else None
-    if config.features.mode == "cached":
-        directory = features_dir(config)
-        renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
-        expected = Expected(target_fingerprint=target.fingerprint, layers=tuple(config.target.feature_layers),
-                            renderer_hash=renderer.hash, responses_fingerprint=content)
-        stores = [CachedFeatures(directory, split=split, expected=expected, dtype=dtype) for split in _SPLITS]
-        return Data(stores[0], None, stores[1], stores[0].store.manifest.fingerprint)
-    directory = responses_dir(config)
-    samples = [
-        load_samples(directory, split, config.data.max_length, vocab_size=target.spec.vocab_size,
-                     mask_token_id=config.target.mask_token_id) for split in _SPLITS
-    ]
-    sources = [OnlineFeatures(target, part, token_budget=config.features.token_budget, dtype=dtype) for part in samples]
-    return Data(sources[0], samples[0], sources[1], f"online:{content}:{config.data.max_length}")
-
-
-_SPLITS = ("train", "held_out")
 
 
 def _tracking_id(config: Config) -> Optional[str]:
