@@ -59,8 +59,8 @@ class FrozenTarget:
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.embed_weight.dtype
         self.tokenizer_size = min(max(tokenizer.get_vocab().values()) + 1, self.spec.vocab_size)
-        self.feature_layers = _check_layers(feature_layers, self.spec.num_layers, name)
-        self.mask_token_id = _check_mask(mask_token_id, self.spec.vocab_size, name)
+        self.feature_layers = check_layers(feature_layers, self.spec.num_layers, name)
+        self.mask_token_id = check_mask(mask_token_id, self.spec.vocab_size, name)
         _check_attention(model.config.get_text_config(), name)
         own = model.config._attn_implementation
         self._attention = "sdpa" if own == PACKED_ATTENTION else own
@@ -132,9 +132,7 @@ class FrozenTarget:
         return self._decoder.norm(hidden.to(self.device, self.dtype))
 
     def _raw_logits(self, last_hidden: Tensor) -> Tensor:
-        logits = F.linear(last_hidden, self.lm_head_weight).float()
-        cap = self.spec.final_logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return head_logits(last_hidden, self.lm_head_weight, self.spec.final_logit_softcap)
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: PackedLayout, features: bool) -> TargetFeatures:
         wanted = len(self.feature_layers) * self.spec.hidden_size if features else 0
@@ -197,12 +195,10 @@ class FrozenTarget:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over every tensor (name, shape, dtype, bytes) and the configuration."""
-        config = self._model.config.to_diff_dict()
-        kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
-        total = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+        total = hashlib.sha256(hash_config(self._model.config))
         state = sorted(self._model.state_dict().items())
         with ThreadPoolExecutor(4) as pool:  # hashlib releases the interpreter lock
-            for digest in pool.map(_hash_tensor, *zip(*state)):
+            for digest in pool.map(hash_tensor, *zip(*state)):
                 total.update(digest)
         return total.hexdigest()
 
@@ -212,13 +208,27 @@ def _weight(module: Any) -> Tensor:
     return weight.detach()
 
 
-def _hash_tensor(name: str, tensor: Tensor) -> bytes:
+def head_logits(last_hidden: Tensor, lm_head: Tensor, cap: Optional[float]) -> Tensor:
+    """[T, D] and [V, D] to logits [T, V] float32, soft-capped at ``cap`` unless that is None."""
+    logits = F.linear(last_hidden, lm_head).float()
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def hash_config(config: Any) -> bytes:
+    """A Hugging Face configuration, without what says nothing about the weights, as bytes to hash."""
+    kept = {key: value for key, value in config.to_diff_dict().items() if key not in _VOLATILE_KEYS}
+    return json.dumps(kept, sort_keys=True, default=str).encode()
+
+
+def hash_tensor(name: str, tensor: Tensor) -> bytes:
+    """SHA-256 of name, shape, dtype and bytes."""
     digest = hashlib.sha256(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
-def _check_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[int, ...]:
+def check_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[int, ...]:
+    """``target.feature_layers`` as a tuple. Raises ConfigError for ids that no engine can capture or that repeat."""
     chosen = tuple(int(layer) for layer in layers)
     for layer in chosen:
         if layer == num_layers - 1:
@@ -237,7 +247,8 @@ def _check_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[in
     return chosen
 
 
-def _check_mask(mask_token_id: Optional[int], rows: int, name: str) -> Optional[int]:
+def check_mask(mask_token_id: Optional[int], rows: int, name: str) -> Optional[int]:
+    """``target.mask_token_id``. Raises ConfigError where the embedding has no such row."""
     if mask_token_id is not None and not 0 <= mask_token_id < rows:
         raise ConfigError(
             f"target.mask_token_id={mask_token_id} is not a row of {name}'s embedding, which has {rows} rows. Give "

@@ -17,7 +17,7 @@ from deepspec.targets.quiet import quiet_transformers
 from deepspec.targets.spec import check_shape
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
 
@@ -30,8 +30,8 @@ def load_target(config: TargetConfig, *, device: torch.device | str, cache_dir: 
     unread, for stages that only generate. Raises ConfigError for a wrong option and InputRefused for a model that is
     absent, damaged, of another shape than ``config.shape``, or of an architecture whose logits we do not reproduce.
     """
-    if config.dtype not in _DTYPES:
-        raise ConfigError(f"target.dtype={config.dtype!r} is not known. Use one of: {', '.join(_DTYPES)}.")
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"target.dtype={config.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
     with quiet_transformers():
         folder = locate(config, Path(cache_dir))
         check_folder(folder)
@@ -113,7 +113,7 @@ def load_tokenizer(folder: Path, config: TargetConfig) -> PreTrainedTokenizerFas
 def _load_model(folder: Path, config: TargetConfig) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_DTYPES[config.dtype], trust_remote_code=config.trust_remote_code, local_files_only=True,
+            folder, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code, local_files_only=True,
             use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise InputRefused(f"The target {config.name} in {folder} cannot be loaded: {_first_line(error)}. Download it "
