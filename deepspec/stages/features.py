@@ -41,7 +41,7 @@ QUARANTINE_LIMIT = 0.01
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """All samples of both splits, addressed by one index."""
 
     sets: dict[str, SampleSet]
@@ -82,35 +82,80 @@ def run(config: Config) -> None:
     if config.features.mode != "cached":
         log.info("features: computed while training (features.mode=%s), nothing to store", config.features.mode)
         return
-    directory = paths.features_dir(config)
-    responses = artifacts.require_complete(paths.responses_dir(config), "Responses", "data_prep/generate_responses.py")
-    identity = artifacts.canonical_hash(responses.files)  # by content: answers made again may be the same
-    fingerprint = artifacts.canonical_hash({"key": paths.features_key(config), "responses": identity,
-                                            "store_version": STORE_VERSION})
-    if artifacts.is_complete(directory, fingerprint):
-        log.info("features: up to date (%s)", directory)
+    responses = _responses(config)
+    if artifacts.is_complete(paths.features_dir(config), store_fingerprint(config, responses)):
+        log.info("features: up to date (%s)", paths.features_dir(config))
         return
     target = load_target(config.target, device=distributed.device(), cache_dir=paths.model_cache(config))
-    header = _header(config, target, responses, identity)
-    work = _Work({
+    build = plan_store(config, target)
+    finish_store(build, target, open_store(build))
+
+
+@dataclass(frozen=True)
+class StoreBuild:
+    """A store to be made, and everything it is made from."""
+
+    config: Config
+    directory: Path
+    header: StoreHeader
+    work: Work
+    fingerprint: str
+    responses: artifacts.Manifest
+
+
+def plan_store(config: Config, target: FrozenTarget) -> StoreBuild:
+    """The store of these options. Raises InputRefused for responses of another renderer or target."""
+    responses = _responses(config)
+    work = Work({
         split: load_samples(paths.responses_dir(config), split, config.data.max_length,
                             vocab_size=target.spec.vocab_size, mask_token_id=config.target.mask_token_id)
         for split in SPLITS
     })
-    meeting = Rendezvous(directory, "features")
+    header = _header(config, target, responses)
+    return StoreBuild(config, paths.features_dir(config), header, work, store_fingerprint(config, responses), responses)
+
+
+def open_store(build: StoreBuild) -> Rendezvous:
+    """Begin or continue a store: disk checked, manifest written, shards that are not whole removed. Collective."""
+    meeting = Rendezvous(build.directory, "features")
     if meeting.rank == 0:
-        _begin(config, directory, header, work, fingerprint, responses)
-    meeting.start(lambda: _prepare(directory, header, meeting))
-    result = _extract(config, directory, target, header, work, meeting)
-    meeting.finish(result)
+        _begin(build)
+    meeting.start(lambda: _prepare(build.directory, build.header, meeting))
+    return meeting
+
+
+def finish_store(build: StoreBuild, target: FrozenTarget, meeting: Rendezvous, *, tokens: int = 0,
+                 seconds: float = 0.0) -> None:
+    """Extract what is in no finished shard, dealt over the ranks, and join the index. Collective.
+
+    All ranks see the same finished shards when this is called. ``tokens`` of this rank were extracted before, in
+    ``seconds``.
+    """
+    result = _extract(build, target, meeting)
+    meeting.finish(result | {"tokens": result["tokens"] + tokens, "seconds": result["seconds"] + seconds})
     if meeting.rank == 0:
-        _conclude(directory, work, meeting.collect())
+        _conclude(build.directory, build.work, meeting.collect())
     else:
-        wait_for(lambda: artifacts.is_complete(directory, fingerprint), lambda: "features: waiting for rank 0")
+        wait_for(lambda: artifacts.is_complete(build.directory, build.fingerprint),
+                 lambda: "features: waiting for rank 0")
     meeting.end()
 
 
-def _header(config: Config, target: FrozenTarget, responses: artifacts.Manifest, identity: str) -> StoreHeader:
+def _responses(config: Config) -> artifacts.Manifest:
+    return artifacts.require_complete(paths.responses_dir(config), "Responses", "data_prep/generate_responses.py")
+
+
+def store_fingerprint(config: Config, responses: artifacts.Manifest) -> str:
+    """Hash of everything that decides the content of a store made from ``responses``."""
+    return artifacts.canonical_hash({"key": paths.features_key(config), "responses": _identity(responses),
+                                     "store_version": STORE_VERSION})
+
+
+def _identity(responses: artifacts.Manifest) -> str:
+    return artifacts.canonical_hash(responses.files)  # by content: answers made again may be the same
+
+
+def _header(config: Config, target: FrozenTarget, responses: artifacts.Manifest) -> StoreHeader:
     renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
     for name, now in (("renderer_hash", renderer.hash), ("target_fingerprint", target.fingerprint)):
         made_with = responses.facts.get(name)
@@ -120,20 +165,22 @@ def _header(config: Config, target: FrozenTarget, responses: artifacts.Manifest,
                 f"Delete that folder and make them again with: data_prep/generate_responses.py"
             )
     return StoreHeader(
-        target_fingerprint=target.fingerprint, renderer_hash=renderer.hash, responses_fingerprint=identity,
+        target_fingerprint=target.fingerprint, renderer_hash=renderer.hash,
+        responses_fingerprint=_identity(responses),
         layers=tuple(target.feature_layers), hidden_size=target.spec.hidden_size, codec=config.features.codec,
         source_dtype=str(target.dtype).removeprefix("torch."),
     )
 
 
-def _begin(config: Config, directory: Path, header: StoreHeader, work: _Work, fingerprint: str,
-           responses: artifacts.Manifest) -> None:
+def _begin(build: StoreBuild) -> None:
+    directory, header, work = build.directory, build.header, build.work
     needed = estimate_bytes(header, chain.from_iterable(work.sets.values()))
     there = sum(path.stat().st_size for path in directory.glob("shard-*.bin")) if directory.exists() else 0
     log.info("features: %d samples, %s", len(work), describe_estimate(header, needed))
     require_disk(directory, max(0, needed - there))
-    artifacts.begin(directory, PRODUCER, fingerprint, inputs={"responses": responses.fingerprint}, seed=config.run.seed,
-                    config=paths.features_key(config), facts={"header": asdict(header), "estimated_bytes": needed})
+    artifacts.begin(directory, PRODUCER, build.fingerprint, inputs={"responses": build.responses.fingerprint},
+                    seed=build.config.run.seed, config=paths.features_key(build.config),
+                    facts={"header": asdict(header), "estimated_bytes": needed})
 
 
 def _quarantine_file(directory: Path, rank: int) -> Path:
@@ -147,16 +194,17 @@ def _prepare(directory: Path, header: StoreHeader, meeting: Rendezvous) -> None:
             path.unlink(missing_ok=True)
 
 
-def _extract(config: Config, directory: Path, target: FrozenTarget, header: StoreHeader, work: _Work,
-             meeting: Rendezvous) -> dict[str, Any]:
+def _extract(build: StoreBuild, target: FrozenTarget, meeting: Rendezvous) -> dict[str, Any]:
     """This rank's batches. They are dealt over all samples, finished or not, so that every rank deals alike."""
+    directory, work, config = build.directory, build.work, build.config
     done = finished_samples(directory)
     ids, allowed = work.ids, max(1, int(QUARANTINE_LIMIT * len(work)))
     batches = work.batches(config.features.token_budget)[meeting.rank::meeting.world_size]
     todo = [[index for index in batch if ids[index] not in done] for batch in batches]
     if done:
         log.info("features: %d of %d samples are in finished shards", len(done), len(ids))
-    writer = FeatureWriter(directory, header, shard_bytes=config.features.shard_megabytes * 2**20, rank=meeting.rank)
+    writer = FeatureWriter(directory, build.header, shard_bytes=config.features.shard_megabytes * 2**20,
+                           rank=meeting.rank)
     quarantined = 0
     with DurableWriter(_quarantine_file(directory, meeting.rank)) as aside, \
             Progress("features", sum(map(len, todo)), "samples") as progress:
@@ -179,7 +227,7 @@ def _extract(config: Config, directory: Path, target: FrozenTarget, header: Stor
             "quarantined": quarantined}
 
 
-def _conclude(directory: Path, work: _Work, results: list[dict[str, Any]]) -> None:
+def _conclude(directory: Path, work: Work, results: list[dict[str, Any]]) -> None:
     aside = {
         row["sample_id"] for path in sorted(directory.glob("quarantine-*.jsonl")) for _, row in read_rows(path)
     }
