@@ -173,8 +173,16 @@ class ConfidenceConfig:
 
 @dataclass
 class CalibrationConfig:
-    """Sequential Temperature Scaling (Sec. 3.2.1)."""
+    """Sequential Temperature Scaling (Sec. 3.2.1), always fitted since engines read it, and what else is wanted."""
 
+    # sts | platt | beta | isotonic (per position, scikit-learn): what our own scheduler uses
+    method: str = "sts"
+    compare: list[str] = field(default_factory=list)  # more of them, fitted and reported only
+    per_domain: bool = False  # also fit temperatures per domain and report whether they are better than the pooled ones
+    # of the fit split that must have reached a position; below, its temperature stays 1
+    min_samples: int = 100
+    records: Optional[str] = None  # recorded by an engine in service, instead of the run's own: docs/calibration.md
+    recalibrate: bool = True  # with records: fit on them and replace calibration.json; false only writes drift.json
     num_bins: int = 20
     grid_min: float = 0.1
     grid_max: float = 10.0
@@ -230,6 +238,9 @@ class ExportConfig:
     verify: bool = True
     checkpoint: str = "latest"  # latest | best | step-N; also what the stages after training read
     weights: str = "trained"  # trained | ema (needs trainer.ema_decay)
+    # put one temperature and shift of calibration.json into the confidence head (w / T, b / T + s): for engines that
+    # read no temperatures; the table for those that do is then the one on top of it
+    fold_calibration: bool = False
 
 
 @dataclass

@@ -172,6 +172,12 @@ def _later_stages(config: Config) -> None:
     within("confidence.lr", confidence.lr, 0.0, math.inf, open_low=True)
     wholes("calibration", calibration, ("num_bins", "grid_points"), 2)
     whole("calibration.bootstrap", calibration.bootstrap, 0)
+    whole("calibration.min_samples", calibration.min_samples, 1)
+    for key, names in (("method", [calibration.method]), ("compare", list(calibration.compare))):
+        for value in names:
+            choice(f"calibration.{key}", value, ("sts", "platt", "beta", "isotonic"))
+    require(calibration.recalibrate or calibration.records is not None, "calibration.recalibrate", False,
+            "true without calibration.records: there would be nothing to do")
     within("calibration.grid_min", calibration.grid_min, 0.0, math.inf, open_low=True)
     within("calibration.grid_max", calibration.grid_max, calibration.grid_min, math.inf, open_low=True)
     within("calibration.fit_fraction", calibration.fit_fraction, 0.0, 1.0, open_low=True, open_high=True)
@@ -220,6 +226,9 @@ def _export(config: Config) -> None:
     if config.export.weights == "ema" and config.trainer.ema_decay is None:
         raise ConfigError("export.weights=ema needs averaged weights, but trainer.ema_decay is null. Set it (0.999, "
                           "say) and train, or use export.weights=trained.")
+    if config.export.fold_calibration and not config.drafter.confidence_head:
+        raise ConfigError("export.fold_calibration=true changes the confidence head, but with "
+                          "drafter.confidence_head=false there is none. Leave export.fold_calibration out.")
     if "zlab_dflash" in formats and (config.drafter.algorithm != "dflash" or config.drafter.sample_from_anchor):
         raise ConfigError("export.formats has zlab_dflash, which can only hold a 1+N DFlash drafter "
                           "(drafter.algorithm=dflash drafter.sample_from_anchor=false). Remove it from export.formats.")
