@@ -4,7 +4,9 @@ Needs numpy only: schedulers and tools read a calibration without torch. ``refit
 imported by name.
 """
 
-from deepspec.calibration.calibration import Calibration, calibrate
+from deepspec.calibration.calibration import Calibration
+from deepspec.calibration.fit import calibrate
+from deepspec.calibration.fold import Fold
 from deepspec.calibration.metrics import (
     auc, bootstrap_ece, brier, ece_noise_floor, expected_calibration_error, reliability_curve, sigmoid,
     survival_probability,
@@ -13,7 +15,7 @@ from deepspec.calibration.records import ConfidenceRecords, RecordsOrigin, balan
 from deepspec.calibration.temperatures import TemperatureFit, fit_temperatures, temperature_grid
 
 __all__ = [
-    "Calibration", "ConfidenceRecords", "RecordsOrigin", "TemperatureFit", "auc", "balanced_order", "bootstrap_ece",
-    "brier", "calibrate", "ece_noise_floor", "expected_calibration_error", "fit_temperatures", "reliability_curve",
-    "sigmoid", "split_conversations", "survival_probability", "temperature_grid",
+    "Calibration", "ConfidenceRecords", "Fold", "RecordsOrigin", "TemperatureFit", "auc", "balanced_order",
+    "bootstrap_ece", "brier", "calibrate", "ece_noise_floor", "expected_calibration_error", "fit_temperatures",
+    "reliability_curve", "sigmoid", "split_conversations", "survival_probability", "temperature_grid",
 ]

@@ -1,8 +1,11 @@
-"""calibration.json: the temperatures, and on conversations the fit never saw what they change. K draft positions."""
+"""calibration.json: the temperatures, and on conversations the fit never saw what they change. K draft positions.
+
+``fit.calibrate`` makes one.
+"""
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Optional
@@ -11,17 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from deepspec.artifacts import atomic_write_json
-from deepspec.calibration.metrics import (
-    Floats, auc, bootstrap_ece, brier, ece_noise_floor, expected_calibration_error, sigmoid, survival_probability,
-)
-from deepspec.calibration.records import ConfidenceRecords, split_conversations
-from deepspec.calibration.temperatures import TemperatureFit, fit_temperatures, temperature_grid
-from deepspec.config.schema import CalibrationConfig
+from deepspec.calibration.fold import Fold
+from deepspec.calibration.measure import Intervals, Values
+from deepspec.calibration.methods import apply_maps
+from deepspec.calibration.metrics import Floats, sigmoid
 from deepspec.errors import InputRefused
 
 SCHEMA_VERSION = 1
-Values = tuple[Optional[float], ...]  # one per position; None where undefined
-Intervals = tuple[Optional[tuple[float, float]], ...]
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class Calibration:
     block survived through k" over the blocks of the report split whose draft reached k (before: all T = 1).
     ``ece_noise_floor`` is what exactly right predictions equal to the calibrated ones would show on as many blocks.
     ``auc[k]`` ranks the confidence of position k among blocks that survived to k; None where one outcome is missing.
+
+    ``temperatures`` are for the head as trained. ``fold`` holds what ``export.fold_calibration=true`` puts into the
+    weights, and the temperatures that are right on top of it: the two lists are never applied together.
     """
 
     drafter_sha256: str
@@ -53,12 +55,23 @@ class Calibration:
     ece_fit_before: Values = ()  # the same on the fit split, to tell over-fitting from a shift
     ece_fit_after: Values = ()
     samples_per_position: tuple[int, ...] = ()  # blocks of the fit split that reached the position
-    positions_without_data: tuple[int, ...] = ()  # 1-based; their temperature stayed 1
+    positions_without_data: tuple[int, ...] = ()  # 1-based, fewer than ``min_samples``; their temperature stayed 1
     positions_at_grid_edge: tuple[int, ...] = ()
     refit_fraction: float = 0.0  # with ``fit_fraction``, what ``split_conversations`` cut the records by
     fit_fraction: float = 0.5
     confidence_head: str = "joint"  # joint | refit
     sampling_temperature: float = 1.0
+    min_samples: int = 1
+    method: str = "sts"  # what ``apply`` uses; engines read the temperatures whatever it says
+    # Per form of the confidence (raw, sts, folded, folded_sts and those of calibration.method and .compare): ece,
+    # ece_ci95, noise_floor, brier, auc per position, engines (who can use it), parameters where it has some.
+    methods: dict[str, Any] = field(default_factory=dict)
+    fold: dict[str, Any] = field(default_factory=dict)  # temperature, shift, temperatures[K], samples
+    excess: dict[str, Any] = field(default_factory=dict)  # see measure.excess
+    per_domain: dict[str, Any] = field(default_factory=dict)  # see domains.domain_report
+    survival: Values = ()  # observed share of report blocks that survived through each position
+    accepted_per_block: Optional[float] = None  # mean accepted draft tokens of report blocks that were known in full
+    source: str = "deepspec"  # where the records were made
     verdict: str = ""
     fingerprint: str = ""  # of everything that decided this file
     schema_version: int = SCHEMA_VERSION
@@ -71,11 +84,25 @@ class Calibration:
                    {"conversations": 0, "blocks": 0}, {"conversations": 0, "blocks": 0})
 
     def apply(self, logits: ArrayLike) -> Floats:
-        """Calibrated confidences ``sigmoid(logit_k / T_k)``, float64; [..., k] with k up to ``block_size``."""
+        """Calibrated confidences, float64, from logits of the head as trained [..., k], k up to ``block_size``.
+
+        ``sigmoid(logit_k / T_k)``, or the map of position k where ``method`` is not sts.
+        """
         logits = np.asarray(logits, dtype=np.float64)
         if logits.shape[-1] > self.block_size:
             raise ValueError(f"logits have {logits.shape[-1]} positions, this calibration has {self.block_size}")
+        if self.method != "sts":
+            return apply_maps(self.methods[self.method]["parameters"], logits)
         return sigmoid(logits / np.asarray(self.temperatures[:logits.shape[-1]]))
+
+    @property
+    def folded(self) -> Fold:
+        """Temperature and shift for ``export.fold_calibration``. Raises InputRefused for a file that has none."""
+        try:
+            return Fold(float(self.fold["temperature"]), float(self.fold["shift"]))
+        except KeyError:
+            raise InputRefused("this calibration.json was made before temperatures could be folded into the head: it "
+                               "has no fold. Make it again with launch/calibrate.py.") from None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write calibration.json atomically; ``sts_temperatures`` repeats ``temperatures`` for engines."""
@@ -88,7 +115,7 @@ class Calibration:
         again = "Make it again with launch/calibrate.py."
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-            values = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+            values = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             loaded = cls(**{name: _frozen(value) for name, value in values.items()})
         except FileNotFoundError:
             raise InputRefused(f"no calibration at {path}. {again}") from None
@@ -97,6 +124,8 @@ class Calibration:
         if len(loaded.temperatures) != loaded.block_size or not all(0 < t < math.inf for t in loaded.temperatures):
             raise InputRefused(f"{path}: temperatures {loaded.temperatures} must be {loaded.block_size} positive "
                                f"numbers. {again}")
+        if loaded.method != "sts" and "parameters" not in loaded.methods.get(loaded.method, {}):
+            raise InputRefused(f"{path}: method is {loaded.method!r}, but methods has no parameters of it. {again}")
         for name, expected in (("block_size", block_size), ("drafter_sha256", drafter_sha256)):
             found = getattr(loaded, name)
             if expected is not None and found != expected:
@@ -106,99 +135,3 @@ class Calibration:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _known(value: float) -> Optional[float]:
-    return value if math.isfinite(value) else None
-
-
-def cumulative_ece(records: ConfidenceRecords, temperatures: ArrayLike, num_bins: int = 20) -> list[float]:
-    """ECE of the cumulative product at each position [K] over the blocks whose outcome there is known; NaN: none."""
-    survival = survival_probability(sigmoid(records.logits / np.asarray(temperatures)))
-    return [
-        expected_calibration_error(survival[known, k], records.survived[known, k], num_bins)
-        for k, known in enumerate(records.known.T)
-    ]
-
-
-def _measure(records: ConfidenceRecords, fit: TemperatureFit, config: CalibrationConfig, seed: int) -> dict[str, Any]:
-    """Per-position values of ``Calibration`` on the report split."""
-    raw = survival_probability(sigmoid(records.logits))
-    scaled = survival_probability(sigmoid(records.logits / np.asarray(fit.temperatures)))
-    columns: dict[str, list[Any]] = {}
-
-    def add(name: str, value: float) -> None:
-        columns.setdefault(name, []).append(_known(value))
-
-    for k in range(records.origin.block_length):
-        known, reached = records.known[:, k], records.reached[:, k]
-        label, groups = records.survived[known, k], records.conversation[known]
-        for name, survival in (("before", raw[known, k]), ("after", scaled[known, k])):
-            add(f"ece_{name}", expected_calibration_error(survival, label, config.num_bins))
-            add(f"brier_{name}", brier(survival, label))
-            low, high = bootstrap_ece(survival, label, groups, config.num_bins, draws=config.bootstrap, seed=seed + k)
-            columns.setdefault(f"ece_{name}_ci95", []).append((low, high) if math.isfinite(low) else None)
-        add("ece_noise_floor", ece_noise_floor(scaled[known, k], config.num_bins, seed=seed + k))
-        add("auc", auc(records.logits[reached, k], records.survived[reached, k]))
-    return {name: tuple(values) for name, values in columns.items()}
-
-
-def _mean(values: Values) -> float:
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else float("nan")
-
-
-def _verdict(before: Values, after: Values, floor: Values) -> str:
-    """One sentence: whether calibration was needed and whether it helped, means over positions on the report split."""
-    raw, scaled, noise = _mean(before), _mean(after), _mean(floor)
-    numbers = f"mean ECE over positions {raw:.4f} before, {scaled:.4f} after, noise floor {noise:.4f}"
-    if raw <= 1.5 * noise:
-        return f"Calibration was hardly needed: the raw confidence is as good as this many blocks can show ({numbers})."
-    if scaled >= raw:
-        return f"The temperatures did not help on conversations the fit never saw ({numbers}); use more held-out data."
-    if scaled <= 2.0 * noise:
-        return f"Calibration was needed and brought the confidence close to the noise floor ({numbers})."
-    return f"Calibration was needed and helped, but an error above the noise floor remains ({numbers})."
-
-
-def _describe(records: ConfidenceRecords) -> dict[str, int]:
-    return {"conversations": len(set(records.conversation.tolist())), "blocks": len(records)}
-
-
-def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fraction: float, seed: int = 0,
-              fingerprint: str = "") -> Calibration:
-    """Fit temperatures on the fit conversations and measure them on the report conversations.
-
-    Args:
-        records: blocks made with identity temperatures.
-        refit_fraction: share of conversations left out because the confidence head was refitted on them; 0 if none.
-
-    Raises:
-        InputRefused: fewer than two conversations are left, so that nothing can be measured on unseen ones.
-    """
-    part = split_conversations(records.conversation, records.domain, refit_fraction=refit_fraction,
-                               fit_fraction=config.fit_fraction)
-    fit_records, report = records.select(part == "fit"), records.select(part == "report")
-    if not len(fit_records) or not len(report):
-        raise InputRefused(f"calibration needs at least 2 held-out conversations besides the refit's, the records hold "
-                           f"{len(set(records.conversation.tolist()))}. Raise data.min_held_out or "
-                           "confidence.max_prompts and run launch/fit_confidence.py again.")
-    grid = temperature_grid(config.grid_min, config.grid_max, config.grid_points)
-    fit = fit_temperatures(fit_records.logits, fit_records.accepted, fit_records.drafted, grid=grid,
-                           num_bins=config.num_bins)
-    measured = _measure(report, fit, config, seed)
-    ones = (1.0,) * records.origin.block_length
-    names, counts = np.unique(report.domain, return_counts=True)
-    return Calibration(
-        drafter_sha256=records.origin.drafter_sha256, block_size=records.origin.block_length,
-        temperatures=fit.temperatures, num_samples=len(report), num_bins=config.num_bins,
-        domains={str(name): int(count) for name, count in zip(names, counts)},
-        fit_split=_describe(fit_records), report_split=_describe(report),
-        ece_fit_before=tuple(map(_known, cumulative_ece(fit_records, ones, config.num_bins))),
-        ece_fit_after=tuple(map(_known, cumulative_ece(fit_records, fit.temperatures, config.num_bins))),
-        samples_per_position=fit.samples, positions_without_data=fit.positions_without_data,
-        positions_at_grid_edge=fit.positions_at_grid_edge, confidence_head=records.origin.confidence_head,
-        sampling_temperature=records.origin.sampling_temperature, fingerprint=fingerprint,
-        refit_fraction=refit_fraction, fit_fraction=config.fit_fraction,
-        verdict=_verdict(measured["ece_before"], measured["ece_after"], measured["ece_noise_floor"]), **measured,
-    )

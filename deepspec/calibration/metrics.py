@@ -92,6 +92,15 @@ def ece_noise_floor(predicted: ArrayLike, num_bins: int = 20, *, draws: int = 20
     return total / (draws * predicted.size)
 
 
+def cell_gaps(predicted: ArrayLike, label: ArrayLike, group: NDArray[np.int64], num_groups: int,
+              num_bins: int) -> Floats:
+    """[num_groups, num_bins]: sum of prediction minus outcome; summed over groups, its absolute values make the ECE."""
+    predicted = np.asarray(predicted, dtype=np.float64)
+    gap = predicted - np.asarray(label, dtype=np.float64)
+    cell = group * num_bins + _bins(predicted, num_bins)
+    return np.bincount(cell, weights=gap, minlength=num_groups * num_bins).reshape(num_groups, num_bins)
+
+
 def bootstrap_ece(predicted: ArrayLike, label: ArrayLike, groups: ArrayLike, num_bins: int = 20, *, draws: int = 200,
                   seed: int = 0) -> tuple[float, float]:
     """95 % percentile interval of the ECE when whole ``groups`` (conversations) are drawn with replacement.
@@ -102,11 +111,9 @@ def bootstrap_ece(predicted: ArrayLike, label: ArrayLike, groups: ArrayLike, num
     predicted = np.asarray(predicted, dtype=np.float64)
     if predicted.size == 0 or draws == 0:
         return float("nan"), float("nan")
-    gap = predicted - np.asarray(label, dtype=np.float64)
     _, group = np.unique(np.asarray(groups), return_inverse=True)
     num_groups = int(group.max()) + 1
-    cell = group * num_bins + _bins(predicted, num_bins)
-    sums = np.bincount(cell, weights=gap, minlength=num_groups * num_bins).reshape(num_groups, num_bins)
+    sums = cell_gaps(predicted, label, group, num_groups, num_bins)
     sizes = np.bincount(group, minlength=num_groups)
     random = np.random.default_rng(seed)
     weights = random.multinomial(num_groups, np.full(num_groups, 1.0 / num_groups), size=draws)

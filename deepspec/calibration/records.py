@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,11 @@ class RecordsOrigin:
     sampling_temperature: float  # of drafting and verification
     temperatures: tuple[float, ...]  # applied to the stored logits; must be all 1
     confidence_head: str = "joint"  # joint | refit
+    thinking: Optional[bool] = None  # what target.thinking said when the prompts were rendered
+    # full: every draft token went to the target | scheduled: lengths were chosen by confidence, which biases any fit
+    verification: str = "full"
+    fold: tuple[float, float] = (1.0, 0.0)  # temperature and shift in the head's weights; undone before anything is fit
+    source: str = "deepspec"  # deepspec | sglang | another name of where they were recorded
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,11 @@ class ConfidenceRecords:
         atomic_write_bytes(path, buffer.getvalue())
 
     @classmethod
-    def load(cls, path: str | PathLike[str], **expected: Any) -> "ConfidenceRecords":
+    def load(cls, path: str | PathLike[str], *, unfold: bool = False, **expected: Any) -> "ConfidenceRecords":
         """Read ``save``'s file. ``expected`` names fields of ``RecordsOrigin`` and the values they must have.
+
+        ``unfold`` lets logits of a folded head pass, for a caller that undoes the fold. A field that files of an
+        earlier version do not hold is not compared.
 
         Raises:
             InputRefused: the file is missing or unreadable, was made with temperatures other than 1, or a field
@@ -110,17 +118,14 @@ class ConfidenceRecords:
         try:
             with np.load(Path(path), allow_pickle=False) as stored:
                 values = {name: stored[name] for name in _ARRAYS}
-                origin = json.loads(str(stored["origin"]))
-                origin = RecordsOrigin(**origin | {"temperatures": tuple(origin["temperatures"])})
+                header = json.loads(str(stored["origin"]))
+                origin = origin_from(header)
         except FileNotFoundError:
             raise InputRefused(f"confidence records not found: {path}. {again}") from None
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise InputRefused(f"{path} is not a file of confidence records ({error}). {again}") from None
-        expected = {"temperatures": (1.0,) * origin.block_length} | expected
-        for name, value in expected.items():
-            if getattr(origin, name) != value:
-                raise InputRefused(f"{path}: {name} is {getattr(origin, name)!r}, needed is {value!r}: these records "
-                                   f"were made by another drafter or with other settings. {again}")
+        given = {name: value for name, value in expected.items() if name in header}
+        refuse_origin(replace(origin, fold=(1.0, 0.0)) if unfold else origin, given, str(path), again)
         return cls(origin=origin, **values)
 
     @classmethod
@@ -131,6 +136,25 @@ class ConfidenceRecords:
         if all(part.inputs is not None for part in parts):
             inputs = np.concatenate([part.inputs for part in parts])
         return cls(origin=parts[0].origin, inputs=inputs, **arrays)
+
+
+def origin_from(values: Mapping[str, Any]) -> RecordsOrigin:
+    """The origin as a file holds it (lists for tuples). Raises KeyError or TypeError for what is none."""
+    tuples = {name: tuple(map(float, values[name])) for name in ("temperatures", "fold") if name in values}
+    return RecordsOrigin(**dict(values) | tuples)
+
+
+def refuse_origin(origin: RecordsOrigin, expected: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Raise InputRefused naming the field when records of ``origin`` would bias a fit or are of something else."""
+    needed = {"temperatures": (1.0,) * origin.block_length, "verification": "full", "fold": (1.0, 0.0)} | dict(expected)
+    why = {"temperatures": "a temperature was applied to their logits already",
+           "verification": "a scheduler chose which draft tokens were verified by the very confidence that is to be "
+                           "judged",
+           "fold": "the logits are those of a head with a folded calibration"}
+    for name, value in needed.items():
+        if getattr(origin, name) != value:
+            reason = why.get(name, "these records were made by another drafter or with other settings")
+            raise InputRefused(f"{where}: {name} is {getattr(origin, name)!r}, needed is {value!r}: {reason}. {remedy}")
 
 
 def _order_key(conversation: str) -> str:

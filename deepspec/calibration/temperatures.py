@@ -19,7 +19,7 @@ class TemperatureFit:
 
     temperatures: tuple[float, ...]
     samples: tuple[int, ...]  # blocks that reached the position: everything before it was accepted
-    positions_without_data: tuple[int, ...]  # no block reached them: T stays 1
+    positions_without_data: tuple[int, ...]  # fewer than the wanted blocks reached them: T stays 1
     positions_at_grid_edge: tuple[int, ...]  # the best T is the grid's first or last: the true one may lie outside
 
 
@@ -32,19 +32,22 @@ def temperature_grid(minimum: float = 0.1, maximum: float = 10.0, points: int = 
 
 
 def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[ArrayLike] = None, *,
-                     grid: Optional[ArrayLike] = None, num_bins: int = 20, warn: bool = True) -> TemperatureFit:
+                     grid: Optional[ArrayLike] = None, num_bins: int = 20, min_samples: int = 1,
+                     fallback: Optional[ArrayLike] = None, warn: bool = True) -> TemperatureFit:
     """Sequential Temperature Scaling (Sec. 3.2.1): ``T_k = argmin ECE(prod_{i<=k} sigma(z_i / T_i))``, left to right.
 
     For k = 1..K the temperature of position k is searched on the grid with all earlier ones fixed. The outcome at k is
     that the block survived through k, ``accepted >= k``, over all blocks whose draft reached k. T_k = 1 is kept unless
-    another value lowers the ECE; ties go to the value nearest 1. A position that no block reached keeps T = 1 and is
-    named in the result and in a warning.
+    another value lowers the ECE; ties go to the value nearest 1. A position that fewer than ``min_samples`` blocks
+    reached keeps T = 1 (or its ``fallback``) and is named in the result and in a warning.
 
     Args:
         logits: confidence logits [n, K], made with identity temperatures.
         accepted: accepted draft tokens of each block [n], 0..K.
         drafted: positions of each block whose outcome is known [n]; None means all K.
         grid: candidate temperatures; None means 41 values from 0.1 to 10.
+        min_samples: blocks that must have reached a position for a temperature of its own; at least 1.
+        fallback: temperatures [K] of positions below ``min_samples``; None means 1.
         warn: log positions without data or at the edge of the grid.
     """
     logits = np.asarray(logits, dtype=np.float64)
@@ -58,8 +61,9 @@ def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[A
     for k in range(length):
         known = drafted > k
         samples.append(int((known & (accepted >= k)).sum()))
-        best = 1.0
-        if samples[-1]:
+        best = 1.0 if fallback is None else float(np.asarray(fallback)[k])
+        if samples[-1] >= max(1, min_samples):
+            best = 1.0
             before, label, scores = survival[known], accepted[known] > k, logits[known, k]
             lowest = expected_calibration_error(before * sigmoid(scores), label, num_bins)
             for candidate in candidates:
@@ -68,12 +72,14 @@ def fit_temperatures(logits: ArrayLike, accepted: ArrayLike, drafted: Optional[A
                     best, lowest = float(candidate), error
         temperatures.append(best)
         survival = survival * sigmoid(logits[:, k] / best)
-    missing = tuple(k + 1 for k in range(length) if samples[k] == 0)
+    missing = tuple(k + 1 for k in range(length) if samples[k] < max(1, min_samples))
     edges = (candidates.min(), candidates.max())
-    edge = tuple(k + 1 for k in range(length) if temperatures[k] != 1.0 and temperatures[k] in edges)
+    edge = tuple(k + 1 for k in range(length) if temperatures[k] != 1.0 and temperatures[k] in edges
+                 and k + 1 not in missing)
     if missing and warn:
-        logger.warning("temperatures: 0 samples at positions %s (no block survived that far); T = 1 kept there",
-                       ", ".join(map(str, missing)))
+        logger.warning("temperatures: %s samples at positions %s (too few blocks survived that far, %d are wanted); "
+                       "T = 1 kept there", ", ".join(str(samples[k - 1]) for k in missing),
+                       ", ".join(map(str, missing)), max(1, min_samples))
     if edge and warn:
         logger.warning("temperatures: positions %s chose the edge of the grid (%g to %g); few samples or a useless "
                        "confidence are the usual reasons", ", ".join(map(str, edge)), *edges)

@@ -16,7 +16,7 @@ from deepspec.calibration import (
     ConfidenceRecords, RecordsOrigin, auc, balanced_order, brier, fit_temperatures, sigmoid, split_conversations,
     survival_probability,
 )
-from deepspec.calibration.calibration import cumulative_ece
+from deepspec.calibration.fit import cumulative_ece
 from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tensors, read_head, save_head, set_head
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
 from deepspec.config.paths import responses_dir, run_dir
