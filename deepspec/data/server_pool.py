@@ -78,9 +78,10 @@ class ServerPool:
     """Hands out servers and hears how it went. Everything runs in one event loop."""
 
     def __init__(self, urls: Sequence[str], model: Optional[str], http: httpx.AsyncClient,
-                 options: BreakerOptions = DEFAULT_BREAKER) -> None:
+                 options: BreakerOptions = DEFAULT_BREAKER, *, group: str = "responses") -> None:
+        """``group`` is the configuration group with the options ``servers`` and ``model`` that messages name."""
         self._urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
-        self._model, self._http, self._options = model, http, options
+        self._model, self._http, self._options, self._group = model, http, options, group
         self._looking: set[asyncio.Task[None]] = set()
         self._none_since: Optional[float] = None
         self.servers: list[Server] = []
@@ -103,12 +104,12 @@ class ServerPool:
         if not self.servers:
             raise InputRefused(
                 f"No server can answer ({'; '.join(problems)}). Start one, for example with 'vllm serve MODEL', and "
-                f"give its address up to /v1 in responses.servers."
+                f"give its address up to /v1 in {self._group}.servers."
             )
         models = {server.model for server in self.servers}
         if len(models) > 1:
             raise InputRefused(f"The servers have different models ({', '.join(sorted(models))}): name one in "
-                               "responses.model.")
+                               f"{self._group}.model.")
         model = self.servers[0].model
         for url, cause in later:
             self.servers.append(Server(url, model, cause=cause))
