@@ -1,6 +1,5 @@
 """Intervals by resampling prompts. P prompts, S resamples, prompts drawn whole: their rounds are not independent."""
 
-from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
@@ -44,36 +43,3 @@ def acceptance_length_interval(counts: AcceptanceCounts, resamples: int, seed: i
     if len(counts) < 2 or not resamples or not counts.rounds.sum():
         return None
     return percentile_interval(ratio_bootstrap(counts.accepted + counts.bonus, counts.rounds, resamples, seed))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A minus B on the same prompts."""
-
-    effect: float  # difference of pooled acceptance lengths
-    ratio: float  # A / B
-    interval: tuple[float, float]  # 95 % of the difference
-    p_value: float  # two-sided, of no difference
-    prompts: int
-
-
-def compare(first: AcceptanceCounts, second: AcceptanceCounts, resamples: int = 2000, seed: int = 0) -> Comparison:
-    """Paired comparison of two drafters whose counts are of the same prompts in the same order.
-
-    Both are resampled with the same draws, so what makes a prompt easy for both cancels. The p-value is twice the
-    smaller share of resampled differences on one side of zero, at least 2 / (resamples + 1). Raises ValueError for
-    different prompts or fewer than two.
-    """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"{len(first)} and {len(second)} prompts: a paired comparison needs the same two or more")
-    tops = [(part.accepted + part.bonus).astype(np.float64) for part in (first, second)]
-    rounds = [part.rounds.astype(np.float64) for part in (first, second)]
-    weights = resample_weights(len(first), resamples, seed)
-    below = [weights @ part for part in rounds]
-    used = (below[0] > 0) & (below[1] > 0)
-    difference = (weights @ tops[0])[used] / below[0][used] - (weights @ tops[1])[used] / below[1][used]
-    values = [top.sum() / part.sum() for top, part in zip(tops, rounds)]
-    side = min((difference <= 0).sum(), (difference >= 0).sum())
-    low, high = np.percentile(difference, (2.5, 97.5))
-    return Comparison(float(values[0] - values[1]), float(values[0] / values[1]), (float(low), float(high)),
-                      float(min(1.0, 2.0 * (side + 1) / (len(difference) + 1))), len(first))

@@ -1,6 +1,6 @@
 """What acceptance means, in numbers that pool. P prompts, K draft tokens. Ratios travel as sums, divided once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Optional, Sequence
 
 import numpy as np
@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from deepspec.decoding.types import DecodeResult
 from deepspec.errors import InputRefused
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Counts = NDArray[Any]  # int64, or float64 for expectations
 
 DEFINITIONS = (
     "acceptance_length = sum over rounds of (accepted draft tokens + bonus token) / rounds, pooled over all "
@@ -27,31 +26,41 @@ DEFINITIONS = (
 )
 
 
+def conversation_of(name: str) -> str:
+    """Turns of one conversation (ids ``x#0``, ``x#1``) are one prompt, because they are not independent."""
+    return name.rpartition("#")[0] or name
+
+
+def _unnamed() -> NDArray[np.str_]:
+    return np.zeros(0, dtype=np.str_)
+
+
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Sums per prompt, so that any pooling and any bootstrap is a sum over rows."""
+    """Sums per prompt, so that any pooling and any bootstrap is a sum over rows.
 
-    rounds: Ints  # [P]
-    proposed: Ints  # [P] tokens the drafter proposed
-    drafted: Ints  # [P] of these, sent to the target
-    accepted: Ints  # [P]
-    bonus: Ints  # [P]
-    reached: Ints  # [P, K] rounds that accepted everything before the position and judged it
-    survived: Ints  # [P, K] rounds that accepted the position
-    tokens: Ints  # [P] generated
+    Whole numbers where rounds were decoded, expectations (float64) where acceptance was computed (analytic.py).
+    """
+
+    rounds: Counts  # [P]
+    proposed: Counts  # [P] tokens the drafter proposed
+    drafted: Counts  # [P] of these, sent to the target
+    accepted: Counts  # [P]
+    bonus: Counts  # [P]
+    reached: Counts  # [P, K] rounds that accepted everything before the position and judged it
+    survived: Counts  # [P, K] rounds that accepted the position
+    tokens: Counts  # [P] generated
+    prompts: NDArray[np.str_] = field(default_factory=_unnamed)  # [P] ids, empty where nobody needs them
 
     def __len__(self) -> int:
         return len(self.rounds)
 
     @classmethod
     def of(cls, results: Sequence[DecodeResult], length: int) -> "AcceptanceCounts":
-        """Count the rounds of finished answers; ``length`` is K.
-
-        Turns of one conversation (ids ``x#0``, ``x#1``) are one prompt, because they are not independent.
-        """
+        """Count the rounds of finished answers; ``length`` is K. Prompts are conversations, ordered by their ids."""
         groups: dict[str, list[DecodeResult]] = {}
         for item in results:
-            groups.setdefault(item.id.rpartition("#")[0] or item.id, []).append(item)
+            groups.setdefault(conversation_of(item.id), []).append(item)
         shape = (len(groups), length)
         sums = np.zeros((len(groups), 6), dtype=np.int64)
         reached, survived = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -66,7 +75,18 @@ class AcceptanceCounts:
             survived[row] = (position < accepted).sum(axis=0)
             reached[row] = ((position <= accepted) & (position < known)).sum(axis=0)
         rounds, proposed, drafted, total, bonus, generated = sums.T
-        return cls(rounds, proposed, drafted, total, bonus, reached, survived, generated)
+        return cls(rounds, proposed, drafted, total, bonus, reached, survived, generated,
+                   np.array(sorted(groups), dtype=np.str_))
+
+    def select(self, rows: NDArray[Any]) -> "AcceptanceCounts":
+        """The prompts named by a mask or indices [P]."""
+        return AcceptanceCounts(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__
+                                   if name != "prompts" or len(self.prompts)})
+
+    def positions(self, length: int) -> "AcceptanceCounts":
+        """The same counts as of blocks of ``length`` draft tokens; positions beyond this drafter's are never judged."""
+        missing = [(0, 0), (0, length - self.reached.shape[1])]
+        return replace(self, reached=np.pad(self.reached, missing), survived=np.pad(self.survived, missing))
 
     @classmethod
     def concatenate(cls, parts: Iterable["AcceptanceCounts"]) -> "AcceptanceCounts":
@@ -78,8 +98,18 @@ class AcceptanceCounts:
 
 def acceptance_length(counts: AcceptanceCounts) -> Optional[float]:
     """tau: tokens per round, bonus included, pooled (footnote 3); None without a round."""
-    rounds = int(counts.rounds.sum())
+    rounds = float(counts.rounds.sum())
     return float(counts.accepted.sum() + counts.bonus.sum()) / rounds if rounds else None
+
+
+def acceptance_by_prompt(counts: AcceptanceCounts) -> Optional[dict[str, float]]:
+    """Acceptance length of each prompt by itself: mean and quantiles over prompts that have rounds; None without."""
+    used = counts.rounds > 0
+    if not used.any():
+        return None
+    values = (counts.accepted[used] + counts.bonus[used]) / counts.rounds[used]
+    low, middle, high = np.percentile(values, (10, 50, 90))
+    return {"mean": float(values.mean()), "p10": float(low), "p50": float(middle), "p90": float(high)}
 
 
 def conditional_acceptance(counts: AcceptanceCounts) -> list[Optional[float]]:
@@ -88,10 +118,16 @@ def conditional_acceptance(counts: AcceptanceCounts) -> list[Optional[float]]:
     return [float(hits / base) if base else None for hits, base in zip(survived, reached)]
 
 
-def accepted_histogram(counts: AcceptanceCounts) -> list[int]:
-    """Rounds that accepted exactly 0, 1, .. K draft tokens [K + 1]."""
+def _plain(value: Any) -> float:
+    """A count as JSON holds it: whole where it was counted, three decimals where it is an expectation."""
+    return int(value) if float(value).is_integer() else round(float(value), 3)
+
+
+def accepted_histogram(counts: AcceptanceCounts) -> list[float]:
+    """Rounds that accepted exactly 0, 1, .. K draft tokens [K + 1]. Expectations may not fall along the positions in
+    small samples, then the smaller count is 0."""
     at_least = np.concatenate(([counts.rounds.sum()], counts.survived.sum(axis=0), [0]))
-    return [int(value) for value in at_least[:-1] - at_least[1:]]
+    return [_plain(max(value, 0)) for value in at_least[:-1] - at_least[1:]]
 
 
 def latency_per_token(draft_seconds: float, verify_seconds: float, tokens_per_round: float) -> float:
@@ -102,10 +138,10 @@ def latency_per_token(draft_seconds: float, verify_seconds: float, tokens_per_ro
 def summary(counts: AcceptanceCounts) -> dict[str, Any]:
     """Pooled numbers of some prompts; undefined ones are None."""
     return {
-        "num_prompts": len(counts), "rounds": int(counts.rounds.sum()), "drafted": int(counts.drafted.sum()),
-        "accepted": int(counts.accepted.sum()), "tokens": int(counts.tokens.sum()),
-        "acceptance_length": acceptance_length(counts),
-        "accepted_per_position": [int(value) for value in counts.survived.sum(axis=0)],
+        "num_prompts": len(counts), "rounds": _plain(counts.rounds.sum()), "drafted": _plain(counts.drafted.sum()),
+        "accepted": _plain(counts.accepted.sum()), "tokens": _plain(counts.tokens.sum()),
+        "acceptance_length": acceptance_length(counts), "acceptance_length_by_prompt": acceptance_by_prompt(counts),
+        "accepted_per_position": [_plain(value) for value in counts.survived.sum(axis=0)],
         "conditional_acceptance": conditional_acceptance(counts), "accepted_histogram": accepted_histogram(counts),
     }
 

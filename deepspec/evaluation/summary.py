@@ -7,8 +7,9 @@ import numpy as np
 
 from deepspec.artifacts import SCHEMA_VERSION
 from deepspec.decoding.types import DecodeTimings
-from deepspec.evaluation.bootstrap import acceptance_length_interval, compare, percentile_interval, ratio_bootstrap
+from deepspec.evaluation.bootstrap import acceptance_length_interval, percentile_interval, ratio_bootstrap
 from deepspec.evaluation.metrics import DEFINITIONS, AcceptanceCounts, latency_per_token, summary
+from deepspec.evaluation.paired import compare
 
 
 @dataclass(frozen=True)

@@ -141,11 +141,19 @@ def _chunked(
     return _TokenTerms(loss, ce_sum, tv_sum, rate.view(blocks.mask.shape))
 
 
+def teacher_forced_lengths(rate: Tensor) -> Tensor:
+    """Tokens per round that acceptance rates [N, K] along the data promise, bonus included: [N].
+
+    ``1 + sum_k prod_{j<=k} c*_j``; rates are 0 behind the last supervised slot. The best checkpoint is chosen by it.
+    """
+    return 1.0 + rate.cumprod(dim=1).sum(dim=1)
+
+
 def _measures(blocks: AnchorBlocks, rate: Tensor) -> dict[str, Tensor]:
     """Metrics as sum and count: analytic acceptance by position, and the length it promises per block."""
     rate = rate.double() * blocks.mask
     supervised = blocks.mask.any(dim=1)
-    lengths = 1.0 + rate.cumprod(dim=1).sum(dim=1)
+    lengths = teacher_forced_lengths(rate)
     return {
         "acceptance_rate": rate.sum(dim=0), "acceptance_rate_count": blocks.mask.sum(dim=0).double(),
         "acceptance_length_proxy": (lengths * supervised).sum(),
@@ -178,7 +186,7 @@ def drafter_loss(
             f"objective.implementation={objective.implementation!r} is unknown: use auto, eager, chunked or "
             "triton."
         )
-    weights = slot_weights(batch.blocks, objective.decay, shape.draft_length)
+    weights = slot_weights(batch.blocks, objective.decay, shape.trained_length)
     scales = (_ratio(objective.ce_weight, denominators.ce), _ratio(objective.tv_weight, denominators.tv))
     common = (output, batch, shared, weights, scales, shape.final_logit_softcap)
     if objective.implementation == "eager":

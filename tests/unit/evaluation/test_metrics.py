@@ -8,11 +8,12 @@ import pytest
 
 from deepspec.decoding.types import DecodeResult, RoundRecord
 from deepspec.errors import InputRefused
-from deepspec.evaluation.bootstrap import acceptance_length_interval, compare, percentile_interval, ratio_bootstrap
+from deepspec.evaluation.bootstrap import acceptance_length_interval, percentile_interval, ratio_bootstrap
 from deepspec.evaluation.metrics import (
     DEFINITIONS, AcceptanceCounts, acceptance_length, accepted_histogram, conditional_acceptance, latency_per_token,
     require_proposals, summary,
 )
+from deepspec.evaluation.paired import compare
 
 
 def answer(name: str, accepted: list[int], *, length: int = 4, ended: Optional[int] = None) -> DecodeResult:
