@@ -6,8 +6,12 @@ token is addressed by its packed index, so a block can never reach into a neighb
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepspec.data.encoded import StoredStates
 
 
 @dataclass(frozen=True)
@@ -58,4 +62,5 @@ class TrainingBatch:
     last_hidden: Tensor  # [T, D]
     blocks: AnchorBlocks
     epoch: int = 0
+    states: Optional["StoredStates"] = None  # not decoded yet; then features and last_hidden are [T, 0]
     padding: int = 0  # tokens at the end that belong to no sample

@@ -127,12 +127,31 @@ def decode(data: Tensor, extra: Tensor, codec: str, dtype: Optional[torch.dtype]
     bf16 and fp32 in their own dtype come back without a copy.
     """
     if codec in SCALED:
-        out = torch.empty(data.shape, dtype=dtype or torch.float32)
-        _unscale(data.flatten(0, -2), extra.flatten(0, -2), codec, out.flatten(0, -2))
-        return out
+        return decode_into(data, extra, codec, torch.empty(data.shape, dtype=dtype or torch.float32))
     if codec == "lossless":
-        data = _join_planes(data, extra)
+        data = join_planes(data, extra)
     return data if dtype is None else data.to(dtype)
+
+
+def decode_into(data: Tensor, scales: Tensor, codec: str, out: Tensor) -> Tensor:
+    """Decoded values [..., D] written to ``out``, on any device; not for ``lossless``, which only a CPU decodes.
+
+    On a GPU int8 is one kernel, fp8 two. On the CPU pieces stay in the caches between the two passes over them.
+    """
+    if codec not in SCALED:
+        return out.copy_(data)
+    rows, row_scales, target = data.flatten(0, -2), scales.flatten(0, -2), out.view(-1, out.shape[-1])
+    if data.device.type == "cpu":
+        _unscale(rows, row_scales, codec, target)
+    else:
+        _unscale_whole(rows, row_scales, codec, target)
+    return out
+
+
+def _unscale_whole(data: Tensor, scales: Tensor, codec: str, out: Tensor) -> None:
+    """``[R, D]`` at once. The product is taken in float32 and rounded once, whatever the dtype of ``out`` is."""
+    groups, values = (scales.shape[-1], -1), data if codec == "int8" else data.to(out.dtype)
+    torch.mul(values.unflatten(-1, groups), scales.to(out.dtype)[..., None], out=out.unflatten(-1, groups))
 
 
 def _unscale(data: Tensor, scales: Tensor, codec: str, out: Tensor) -> None:
@@ -161,7 +180,8 @@ def _widened_fp8(data: Tensor, out: Optional[Tensor] = None) -> Tensor:
     return out.mul_(_FP8_BIAS)
 
 
-def _join_planes(low: Tensor, frame: Tensor) -> Tensor:
+def join_planes(low: Tensor, frame: Tensor) -> Tensor:
+    """bfloat16 of the low bytes and the compressed high bytes; ``ValueError`` if they are not equally many."""
     if low.numel() == 0:
         return torch.empty(low.shape, dtype=torch.bfloat16)
     high = zstandard.ZstdDecompressor().decompress(frame.numpy().data, max_output_size=low.numel())

@@ -1,5 +1,6 @@
 """One sample of a feature store as bytes, and back. T tokens, M layers, D width, n rows that predict a label."""
 
+from dataclasses import replace
 from typing import Optional
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from deepspec.data import feature_codec as codecs
 from deepspec.data.anchors import valid_anchors
 from deepspec.data.batch import FeatureSample, Sample
+from deepspec.data.encoded import EncodedStates, StoredSample, StoredStates
 from deepspec.data.feature_format import BadFeatures, Record, StoreHeader, check_finite, usable
 
 Pieces = list[bytes | memoryview]
@@ -87,6 +89,16 @@ def decode_record(header: StoreHeader, record: Record, raw: np.ndarray,
 
     ``raw`` must be intact. What needs no conversion is a view of it. Raises BadFeatures for a NaN.
     """
+    return stored_record(header, record, raw, dtype).decoded()
+
+
+def stored_record(header: StoreHeader, record: Record, raw: np.ndarray,
+                  dtype: Optional[torch.dtype] = None) -> StoredSample:
+    """The sample as it is stored, to be decoded to ``dtype`` later (default: bfloat16, or float32 if scaled).
+
+    ``raw`` must be intact; nothing of it is copied, except that ``lossless`` is unpacked to bfloat16. Raises
+    BadFeatures for a NaN.
+    """
     layout = header.layout(record.tokens, record.label_rows, record.coded)
     sample = Sample(
         sample_id=record.sample_id, domain=record.domain,
@@ -94,24 +106,28 @@ def decode_record(header: StoreHeader, record: Record, raw: np.ndarray,
         loss_mask=torch.from_numpy(_section(raw, layout.mask).astype(bool)),
     )
     width = header.hidden_size
-    features, scales = _decode(header, raw, (layout.features, layout.feature_extra),
-                               (record.tokens, len(header.layers), width), dtype)
-    rows, row_scales = _decode(header, raw, (layout.hidden, layout.hidden_extra), (record.label_rows, width), dtype)
+    features = _states(header, raw, (layout.features, layout.feature_extra),
+                       (record.tokens, len(header.layers), width), dtype)
+    needed = _states(header, raw, (layout.hidden, layout.hidden_extra), (record.label_rows, 1, width), dtype)
     # Stored values are finite times their scale: usable scales are enough, and a hundredth of the numbers.
-    if header.codec not in codecs.SCALED or not (usable(scales) and usable(row_scales)):
-        check_finite(header, record.sample_id, features.flatten(1), rows)
-    last_hidden = torch.zeros(record.tokens, width, dtype=rows.dtype)
-    last_hidden.index_copy_(0, valid_anchors(sample.loss_mask), rows)
-    return FeatureSample(sample, features.flatten(1), last_hidden)
+    if header.codec in codecs.SCALED and not (usable(features.scales) and usable(needed.scales)):
+        check_finite(header, record.sample_id, features.decode(), needed.decode())
+    elif header.codec not in codecs.SCALED:
+        check_finite(header, record.sample_id, features.data, needed.data.flatten(1))
+    last_hidden = replace(needed, length=record.tokens, rows=valid_anchors(sample.loss_mask))
+    return StoredSample(sample, StoredStates(features, last_hidden))
 
 
-def _decode(header: StoreHeader, raw: np.ndarray, sections: tuple[codecs.Section, codecs.Section],
-            shape: tuple[int, ...], dtype: Optional[torch.dtype]) -> tuple[Tensor, Tensor]:
-    """Values of ``shape`` and what was stored besides them."""
+def _states(header: StoreHeader, raw: np.ndarray, sections: tuple[codecs.Section, codecs.Section],
+            shape: tuple[int, int, int], dtype: Optional[torch.dtype]) -> EncodedStates:
+    """All rows of ``shape`` [R, M, D]."""
     groups = header.hidden_size // codecs.group_size(header.hidden_size)
     data = codecs.from_bytes(raw, sections[0], header.codec, shape)
     extra = codecs.extra_from_bytes(raw, sections[1], header.codec, (*shape[:-1], groups))
-    return codecs.decode(data, extra, header.codec, dtype), extra
+    if header.codec in codecs.SCALED:
+        return EncodedStates(header.codec, data, extra, dtype or torch.float32, length=shape[0])
+    codec, data = ("bf16", codecs.join_planes(data, extra)) if header.codec == "lossless" else (header.codec, data)
+    return EncodedStates(codec, data, data.new_empty(*shape[:-1], 0), dtype or data.dtype, length=shape[0])
 
 
 def _section(raw: np.ndarray, section: codecs.Section) -> np.ndarray:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Iterator, Optional, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ import torch
 from deepspec import artifacts
 from deepspec.data.anchors import valid_anchors
 from deepspec.data.batch import FeatureSample
+from deepspec.data.encoded import StoredSample
 from deepspec.data.feature_format import COMMAND, INDEX, Record, read_header, record_from_json
-from deepspec.data.feature_records import decode_record, is_intact, record_size
+from deepspec.data.feature_records import decode_record, is_intact, record_size, stored_record
 from deepspec.data.jsonl import read_rows
 from deepspec.errors import InputRefused
 
@@ -58,12 +59,19 @@ class FeatureStore:
 
     def read_ahead(self, indices: Sequence[int], dtype: Optional[torch.dtype] = None) -> list[FeatureSample]:
         """``read`` of each index, while a thread brings the next ones into memory and checks them."""
+        return [item.decoded() for item in self._ahead(indices, dtype)]
+
+    def read_stored(self, indices: Sequence[int], dtype: Optional[torch.dtype] = None) -> list[StoredSample]:
+        """The same as views of the file, to be decoded to ``dtype`` where they are needed (``lossless`` is unpacked
+        to bfloat16)."""
+        return list(self._ahead(indices, dtype))
+
+    def _ahead(self, indices: Sequence[int], dtype: Optional[torch.dtype]) -> Iterator[StoredSample]:
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="features")
         checked = [self._reader.submit(self._checked, index) for index in indices]
-        return [
-            decode_record(self.header, self.records[index], raw.result(), dtype) for index, raw in zip(indices, checked)
-        ]
+        for index, raw in zip(indices, checked):
+            yield stored_record(self.header, self.records[index], raw.result(), dtype)
 
     def _checked(self, index: int) -> np.ndarray:
         """The bytes of a sample, as they were written."""

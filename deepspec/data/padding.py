@@ -50,5 +50,6 @@ def pad(batch: TrainingBatch, *, tokens: int, blocks: int) -> TrainingBatch:
     return replace(
         batch, input_ids=ids, positions=_longer(batch.positions, missing), document_starts=starts,
         features=_longer(batch.features, missing), last_hidden=_longer(batch.last_hidden, missing),
+        states=None if batch.states is None else batch.states.longer(missing),
         blocks=_join(batch.blocks, filler), padding=batch.padding + missing,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspec.data.batch import FeatureSample, Sample
+from deepspec.data.encoded import StoredSample
 from deepspec.data.feature_format import CONVENTION, StoreHeader
 from deepspec.data.feature_store import FeatureStore
 from deepspec.errors import InputRefused
@@ -126,6 +127,10 @@ class CachedFeatures:
         The next ones are brought into memory and checked while the first ones are decoded.
         """
         return self.store.read_ahead(indices, self._dtype)
+
+    def get_stored(self, indices: Sequence[int]) -> list[StoredSample]:
+        """The same as they lie in the store, nothing copied: collate decodes them into a pack, or a GPU does."""
+        return self.store.read_stored(indices, self._dtype)
 
 
 class OnlineFeatures:

@@ -34,7 +34,7 @@ def stand_in(shape: DrafterShape, dtype: torch.dtype = torch.float32) -> Trainin
         document_starts=(0, 1),
         features=torch.zeros(1, width, dtype=dtype),
         last_hidden=torch.zeros(1, shape.target_hidden_size, dtype=dtype),
-        blocks=weightless_blocks(1, 0, torch.zeros(1, dtype=torch.int64), shape.draft_length),
+        blocks=weightless_blocks(1, 0, torch.zeros(1, dtype=torch.int64), shape.trained_length),
     )
 
 
@@ -48,16 +48,21 @@ def never_empty(batch: TrainingBatch, draft_length: int) -> TrainingBatch:
 
 def _map_tensors(batch: TrainingBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    if batch.states is not None:
+        values["states"] = batch.states.map(change)
     blocks = {f.name: change(getattr(batch.blocks, f.name)) for f in fields(batch.blocks)}
     values = {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     return TrainingBatch(**(values | {"blocks": AnchorBlocks(**blocks)}))
 
 
 def to_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
-    """``batch`` with every tensor on ``device``."""
-    if device.type == "cpu":
+    """``batch`` with every tensor on ``device``, and hidden states decoded there."""
+    if device.type != "cpu":
+        batch = _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    if batch.states is None:
         return batch
-    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    features, last_hidden = batch.states.features.decode(), batch.states.last_hidden.decode()
+    return replace(batch, features=features, last_hidden=last_hidden, states=None)
 
 
 def pinned(batch: TrainingBatch) -> TrainingBatch:
@@ -134,8 +139,8 @@ class Packer:
                                sample_id=sample.sample_id)
                 for sample in samples
             ]
-            blocks = build_blocks(samples, anchors, self.shape.draft_length)
-            part = window_weights(blocks, self.objective, self.shape.draft_length)
+            blocks = build_blocks(samples, anchors, self.shape.trained_length)
+            part = window_weights(blocks, self.objective, self.shape.trained_length)
             total = Denominators(total.ce + part.ce, total.tv + part.tv, total.confidence + part.confidence)
         return total
 
@@ -144,14 +149,15 @@ class Packer:
         return (self.pack(step, window.epoch) for step in window.steps)
 
     def pack(self, step: MicroStep, epoch: int) -> TrainingBatch:
-        """One pack on the CPU (or where the source computes its features)."""
+        """One pack on the CPU (or where the source computes its features); for a GPU, stored states stay encoded."""
         if step.weightless:
             return self.stand_in()
+        read = getattr(self.source, "get_stored", self.source.get)
         batch = collate(
-            self.source.get(list(step.indices)), num_anchors=self.trainer.num_anchors,
-            draft_length=self.shape.draft_length, seed=self.seed, epoch=epoch,
+            read(list(step.indices)), num_anchors=self.trainer.num_anchors, draft_length=self.shape.trained_length,
+            seed=self.seed, epoch=epoch, decode=distributed.device().type == "cpu",
         )
-        return self._padded(never_empty(batch, self.shape.draft_length))
+        return self._padded(never_empty(batch, self.shape.trained_length))
 
     def stand_in(self) -> TrainingBatch:
         """A pack of weight 0, of the size of the others where that is fixed."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_training import SHAPE, WIDTH, TinySource, shared_weights, tiny_config, tiny_drafter, tiny_trainer
 
-from deepspec import artifacts
+from deepspec import artifacts, distributed
 from deepspec.config.schema import EngineConfig, OptimizerConfig, TrainerConfig
 from deepspec.data.feature_format import StoreHeader
 from deepspec.data.feature_shards import FeatureWriter, join_index
@@ -17,7 +17,7 @@ from deepspec.data.sources import CachedFeatures, SampleInfo
 from deepspec.errors import InputRefused
 from deepspec.training.engine import accumulation_steps, build_config, initialize, named_trainable
 from deepspec.training.module import TrainingModule
-from deepspec.training.packs import Packer
+from deepspec.training.packs import Packer, to_device
 from deepspec.training.step import accumulate, prime, total_weights
 
 PACKED = {"pack_tokens": 90, "pack_anchors": 16, "micro_batch_size": 1}
@@ -211,18 +211,22 @@ def test_a_sample_longer_than_a_pack_is_named(tmp_path):
         packer.window([0, 1, 2, 3, 4, 5], 0)
 
 
-def test_an_epoch_reads_every_stored_sample_once(tmp_path, monkeypatch):
-    source = TinySource(10)
-    header = StoreHeader("t", "r", "a", SHAPE.feature_layers, WIDTH, "fp32", "float32")
-    manifest = artifacts.begin(tmp_path, "features", "f", facts={"header": dataclasses.asdict(header)})
-    writer = FeatureWriter(tmp_path, header, shard_bytes=10**5)
+def stored_source(source, folder, codec):
+    header = StoreHeader("t", "r", "a", SHAPE.feature_layers, WIDTH, codec, "float32")
+    manifest = artifacts.begin(folder, "features", "f", facts={"header": dataclasses.asdict(header)})
+    writer = FeatureWriter(folder, header, shard_bytes=10**5)
     for row in source.rows:
         writer.write(row.sample, "train", row.features, row.last_hidden)
     writer.close()
-    shards = join_index(tmp_path, [row.sample.sample_id for row in source.rows], set())
-    artifacts.complete(tmp_path, manifest, ["index.jsonl"], {"shards": shards})
-    stored, read, original = CachedFeatures(tmp_path), [], FeatureStore.read_ahead
-    monkeypatch.setattr(FeatureStore, "read_ahead",
+    shards = join_index(folder, [row.sample.sample_id for row in source.rows], set())
+    artifacts.complete(folder, manifest, ["index.jsonl"], {"shards": shards})
+    return CachedFeatures(folder)
+
+
+def test_an_epoch_reads_every_stored_sample_once(tmp_path, monkeypatch):
+    source = TinySource(10)
+    stored, read, original = stored_source(source, tmp_path, "fp32"), [], FeatureStore.read_stored
+    monkeypatch.setattr(FeatureStore, "read_stored",
                         lambda self, indices, *options: read.extend(indices) or original(self, indices, *options))
     for trainer in (PACKED, {"micro_batch_size": 2}):
         (_, one), (_, other) = (packer_of(kind, tmp_path, **trainer) for kind in (stored, source))
@@ -232,3 +236,17 @@ def test_an_epoch_reads_every_stored_sample_once(tmp_path, monkeypatch):
             for batch, expected in zip(one.packs(window), other.packs(window), strict=True):
                 assert torch.equal(batch.features, expected.features)
     assert sorted(read) == sorted([*range(10), *range(10)])
+
+
+def test_a_pack_for_a_gpu_stays_as_it_is_stored(tmp_path, monkeypatch):
+    stored = stored_source(TinySource(6), tmp_path, "int8")
+    (_, packer) = packer_of(stored, tmp_path, **PACKED, pad_packs=True)
+    step = packer.window([3, 0, 5], 0).steps[0]
+    here = packer.pack(step, 0)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 0))
+    waiting = packer.pack(step, 0)
+    assert waiting.states is not None and waiting.states.features.data.dtype == torch.int8
+    assert len(waiting.states.features) == len(waiting.states.last_hidden) == len(waiting.input_ids) == 90
+    there = to_device(waiting, torch.device("cpu"))
+    assert there.states is None and torch.equal(there.features, here.features)
+    assert torch.equal(there.last_hidden, here.last_hidden)

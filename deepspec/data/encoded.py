@@ -1,0 +1,116 @@
+"""Hidden states as a store keeps them, on their way to where the drafter is. R rows, M layers, D width, G groups.
+
+A GPU is sent the stored bytes and decodes them itself, in one pass: half as many go over the bus and wait in
+page-locked memory. On the CPU they are decoded straight into the pack, so no value is copied after it was decoded.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Callable, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspec.data import feature_codec as codecs
+from deepspec.data.batch import FeatureSample, Sample
+
+
+@dataclass(frozen=True)
+class EncodedStates:
+    """Some rows of ``[length, M*D]``, the others are zero; ``len`` counts all."""
+
+    codec: str  # bf16, fp32 or one of feature_codec.SCALED
+    data: Tensor  # [R, M, D] in the dtype the codec stores; often a view of the file
+    scales: Tensor  # [R, M, G] bfloat16, empty where the codec has none
+    dtype: torch.dtype  # of the decoded values
+    length: int
+    rows: Optional[Tensor] = None  # [R] int64, ascending; None: R = length and every row is here
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def decode(self) -> Tensor:
+        """``[length, M*D]`` in ``dtype`` on the device the bytes are on; a view of them if nothing is to be changed."""
+        if self.rows is None and self.codec not in codecs.SCALED and self.data.dtype == self.dtype:
+            return self.data.flatten(1)
+        return self.decode_into(torch.empty(self.length, *self.data.shape[1:], dtype=self.dtype, device=self.device))
+
+    def decode_into(self, out: Tensor) -> Tensor:
+        """The same, written to ``out`` [length, M*D or M, D], which is returned as [length, M*D]."""
+        target = out.view(self.length, *self.data.shape[1:])
+        if self.rows is None:
+            codecs.decode_into(self.data, self.scales, self.codec, target)
+        else:
+            values = torch.empty(self.data.shape, dtype=self.dtype, device=self.device)
+            codecs.decode_into(self.data, self.scales, self.codec, values)
+            target.zero_().index_copy_(0, self.rows, values)
+        return target.flatten(1)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "EncodedStates":
+        """With ``change`` applied to every tensor."""
+        return replace(self, data=change(self.data), scales=change(self.scales),
+                       rows=None if self.rows is None else change(self.rows))
+
+    def longer(self, count: int) -> "EncodedStates":
+        """With ``count`` more rows of zeros at the end."""
+        if self.rows is not None:
+            return replace(self, length=self.length + count)
+        data, scales = (torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in (self.data, self.scales))
+        return replace(self, data=data, scales=scales, length=self.length + count)
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """Features [T, M*D] and last hidden states [T, D] of a sample or a pack."""
+
+    features: EncodedStates
+    last_hidden: EncodedStates
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "StoredStates":
+        """With ``change`` applied to every tensor."""
+        return StoredStates(self.features.map(change), self.last_hidden.map(change))
+
+    def longer(self, count: int) -> "StoredStates":
+        """With ``count`` more tokens, all zeros."""
+        return StoredStates(self.features.longer(count), self.last_hidden.longer(count))
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """A sample as it lies in a store."""
+
+    sample: Sample
+    states: StoredStates
+
+    def decoded(self) -> FeatureSample:
+        """The sample as the target made it, up to the rounding of the codec."""
+        return FeatureSample(self.sample, self.states.features.decode(), self.states.last_hidden.decode())
+
+
+def join(parts: Sequence[EncodedStates]) -> EncodedStates:
+    """``parts`` of one codec end to end: one copy of the stored bytes, into page-locked memory if there is a GPU."""
+    rows = None
+    if parts[0].rows is not None:
+        begins = torch.tensor([0, *(part.length for part in parts)]).cumsum(0)
+        rows = torch.cat([part.rows + begin for part, begin in zip(parts, begins) if part.rows is not None])
+    data, scales = _concatenated([part.data for part in parts]), _concatenated([part.scales for part in parts])
+    return replace(parts[0], data=data, scales=scales, rows=rows, length=sum(part.length for part in parts))
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    whole = torch.empty(sum(map(len, tensors)), *first.shape[1:], dtype=first.dtype,
+                        pin_memory=torch.cuda.is_available() and first.numel() > 0)
+    return torch.cat(list(tensors), out=whole)
+
+
+def join_decoded(parts: Sequence[EncodedStates]) -> Tensor:
+    """``parts`` end to end, decoded in place: [sum of lengths, M*D]."""
+    width = parts[0].data.shape[1:].numel()
+    whole = torch.empty(sum(part.length for part in parts), width, dtype=parts[0].dtype)
+    for part, target in zip(parts, whole.split([part.length for part in parts])):
+        part.decode_into(target)
+    return whole
