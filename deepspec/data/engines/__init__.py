@@ -1,0 +1,1 @@
+"""Serving engines that hand out hidden states, one file each."""

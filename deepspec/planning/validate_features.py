@@ -1,0 +1,55 @@
+"""Checks of the options of hidden states."""
+
+import math
+
+from deepspec.config.schema import Config, FeaturesConfig
+from deepspec.config.schema_features import FeatureServerConfig
+from deepspec.errors import ConfigError
+from deepspec.planning.require import choice, require, wholes, within
+
+MODES = ("cached", "online", "server")
+ALLOWED = ("target_fingerprint", "renderer_hash", "responses_fingerprint")  # fields that may differ if asked for
+
+
+def check_features(config: Config) -> None:
+    """Raises ConfigError."""
+    features = config.features
+    choice("features.mode", features.mode, MODES)
+    choice("features.codec", features.codec, ("bf16", "int8", "fp8-e4m3", "lossless", "fp32"))
+    wholes("features", features, ("token_budget", "shard_megabytes"), 1)
+    within("features.held_out_fraction", features.held_out_fraction, 0.0, 1.0, open_high=True)
+    for name in features.allow:
+        choice("features.allow", name, ALLOWED)
+    _path(features)
+    if features.mode == "server":
+        _server(features.server)
+
+
+def _path(features: FeaturesConfig) -> None:
+    if features.path is None:
+        return
+    require(bool(features.path), "features.path", features.path, "null or the folder of a feature store")
+    require(features.mode == "cached", "features.mode", features.mode,
+            f"cached with features.path={features.path!r}, which is read as it is")
+
+
+def _server(server: FeatureServerConfig) -> None:
+    choice("features.server.engine", server.engine, ("vllm", "sglang"))
+    require(bool(server.servers), "features.server.servers", list(server.servers),
+            "a list of base URLs ending in /v1 when features.mode=server")
+    sglang = server.engine == "sglang"
+    if bool(server.last_servers) != sglang:
+        raise ConfigError(f"features.server.last_servers={list(server.last_servers)!r} is not possible: with "
+                          "features.server.engine=sglang it must name the servers of the last hidden state, with vllm "
+                          "it must be empty.")
+    for url in [*server.servers, *server.last_servers]:
+        require(str(url).startswith(("http://", "https://")), "features.server.servers", url,
+                "made of URLs ending in /v1")
+    if sglang and server.files is not None:
+        raise ConfigError(f"features.server.files={server.files!r} is only for features.server.engine=vllm: SGLang "
+                          "answers with the numbers themselves.")
+    wholes("features.server", server, ("concurrency", "breaker_failures"), 1)
+    wholes("features.server", server, ("retries",), 0)
+    within("features.server.seconds_per_token", server.seconds_per_token, 0.0, math.inf, open_low=True)
+    within("features.server.patience_seconds", server.patience_seconds, 0.0, math.inf)
+    within("features.server.logprob_tolerance", server.logprob_tolerance, 0.0, math.inf, open_low=True)
