@@ -6,17 +6,22 @@ import re
 from pathlib import PurePath
 from typing import Any
 
-from deepspec.config.schema import MISSING, STAGES, Config, draft_length
+from deepspec.config.schema import (
+    ALGORITHMS, AUTOREGRESSIVE, MISSING, STAGES, Config, drafter_layers, is_autoregressive,
+)
 from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
 from deepspec.planning.require import choice, require, whole, wholes, within
 from deepspec.planning.validate_data import check_cleaning
+from deepspec.planning.validate_features import check_features
+from deepspec.planning.validate_evaluation import check_evaluation
+from deepspec.planning.validate_serving import check_doctor
+from deepspec.planning.validate_speed import check_speed
 from deepspec.planning.validate_training import check_objective, check_trainer
 
 DTYPES = ("bfloat16", "float32")
 SOURCES = ("hf", "gguf_package", "micro")
 SOURCE_KINDS = ("embedded", "jsonl", "requests", "parquet", "hf")
-MODES = ("none", "fixed", "scheduled")
 
 
 def _known(value: Any) -> bool:
@@ -88,23 +93,38 @@ def _feature_layers(config: Config) -> None:
     if not _known(total):
         return
     require(layers[-1] < total, key, layers, f"made of ids below target.shape.num_layers={total}")
+    if config.drafter.algorithm == "mtp":
+        require(layers == [total - 1], key, layers, f"[{total - 1}], the target's last hidden state, with "
+                "drafter.algorithm=mtp (drafter=mtp sets it: leave it out)")
+        return
     require(layers[-1] != total - 1 or str(config.target.shape.model_type).startswith("deepseek_v4"), key, layers,
             f"without the last layer {total - 1}, which serving engines cannot capture")
 
 
 def _drafter(config: Config) -> None:
     drafter = config.drafter
-    choice("drafter.algorithm", drafter.algorithm, ("dspark", "dflash"))
+    choice("drafter.algorithm", drafter.algorithm, ALGORITHMS)
+    recurrent = is_autoregressive(drafter.algorithm)
     choice("drafter.head", drafter.head, ("none", "vanilla", "gated", "rnn"))
     whole("drafter.num_layers", drafter.num_layers, 1)
-    require(isinstance(drafter.block_size, int) and drafter.block_size >= 2, "drafter.block_size", drafter.block_size,
-            "a whole number of at least 2")
+    least = 1 if recurrent else 2
+    require(isinstance(drafter.block_size, int) and drafter.block_size >= least, "drafter.block_size",
+            drafter.block_size, f"a whole number of at least {least}")
+    if drafter.unroll is not None:
+        whole("drafter.unroll", drafter.unroll, 1)
+        require(recurrent, "drafter.unroll", drafter.unroll, "null, unless drafter.algorithm is one of "
+                f"{', '.join(AUTOREGRESSIVE)}: {drafter.algorithm} drafts a block in one pass")
+    if recurrent:
+        require(drafter.sample_from_anchor, "drafter.sample_from_anchor", drafter.sample_from_anchor,
+                f"true with drafter.algorithm={drafter.algorithm}, whose first draft token follows the anchor")
+        require(drafter.sliding_window is None, "drafter.sliding_window", drafter.sliding_window,
+                f"null with drafter.algorithm={drafter.algorithm}, which sees its whole context")
     if drafter.head != "none":
         whole("drafter.markov_rank", drafter.markov_rank, 1)
     else:
         whole("drafter.markov_rank", drafter.markov_rank, 0)
-    if drafter.algorithm == "dflash" and (drafter.head != "none" or drafter.confidence_head):
-        raise ConfigError(f"drafter.algorithm=dflash has no heads, but drafter.head={drafter.head} and "
+    if drafter.algorithm != "dspark" and (drafter.head != "none" or drafter.confidence_head):
+        raise ConfigError(f"drafter.algorithm={drafter.algorithm} has no heads, but drafter.head={drafter.head} and "
                           f"drafter.confidence_head={drafter.confidence_head}. Set drafter.head=none and "
                           "drafter.confidence_head=false, or drafter.algorithm=dspark.")
     if drafter.intermediate_size is not None:
@@ -116,12 +136,12 @@ def _drafter(config: Config) -> None:
                           "Keep one.")
     total = config.target.shape.num_layers
     if drafter.warm_start and _known(total):
-        require(drafter.num_layers <= total, "drafter.num_layers", drafter.num_layers,
+        require(drafter_layers(drafter) <= total, "drafter.num_layers", drafter.num_layers,
                 f"at most target.shape.num_layers={total} with drafter.warm_start=true")
 
 
 def _data(config: Config) -> None:
-    data, responses, features = config.data, config.responses, config.features
+    data, responses = config.data, config.responses
     for index, source in enumerate(data.sources):
         choice(f"data.sources[{index}].kind", source.kind, SOURCE_KINDS)
         within(f"data.sources[{index}].weight", source.weight, 0.0, math.inf, open_low=True)
@@ -159,13 +179,11 @@ def _data(config: Config) -> None:
         within("responses.thinking_share", responses.thinking_share, 0.0, 1.0)
     within("responses.error_limit", responses.error_limit, 0.0, 1.0)
     choice("responses.truncated", responses.truncated, ("keep", "drop"))
-    choice("features.mode", features.mode, ("cached", "online"))
-    choice("features.codec", features.codec, ("bf16", "int8", "fp8-e4m3", "lossless", "fp32"))
-    wholes("features", features, ("token_budget", "shard_megabytes"), 1)
+    check_features(config)
 
 
 def _later_stages(config: Config) -> None:
-    confidence, calibration, profile, evaluate = config.confidence, config.calibration, config.profile, config.evaluate
+    confidence, calibration = config.confidence, config.calibration
     within("confidence.temperature", confidence.temperature, 0.0, math.inf)
     wholes("confidence", confidence, ("max_new_tokens", "max_prompts", "max_blocks", "batch_size", "epochs"), 1)
     within("confidence.refit_fraction", confidence.refit_fraction, 0.0, 1.0, open_high=True)
@@ -181,37 +199,6 @@ def _later_stages(config: Config) -> None:
     within("calibration.grid_min", calibration.grid_min, 0.0, math.inf, open_low=True)
     within("calibration.grid_max", calibration.grid_max, calibration.grid_min, math.inf, open_low=True)
     within("calibration.fit_fraction", calibration.fit_fraction, 0.0, 1.0, open_low=True, open_high=True)
-    for name, least in (("num_reqs", 1), ("verify_lengths", 0), ("kv_lengths", 1)):
-        values = list(getattr(profile, name))
-        require(bool(values), f"profile.{name}", values, "a non-empty list")
-        for value in values:
-            whole(f"profile.{name}", value, least)
-    wholes("profile", profile, ("samples_per_cell", "max_batch_tokens"), 1)
-    lengths = {1 + min(length, draft_length(config.drafter)) for length in profile.verify_lengths}
-    fitting = {(requests, length) for requests in profile.num_reqs for length in lengths
-               if requests * length <= profile.max_batch_tokens}
-    if "profile" in config.stages:
-        require(len(fitting) * len(set(profile.kv_lengths)) > 1, "profile.max_batch_tokens", profile.max_batch_tokens,
-                "large enough for two cells of profile.num_reqs x profile.verify_lengths")
-    whole("profile.warmup", profile.warmup, 0)
-    within("profile.seconds_limit", profile.seconds_limit, 0.0, math.inf)
-    if "evaluate" in config.stages:
-        for name in ("benchmarks", "temperatures", "modes"):
-            values = list(getattr(evaluate, name))
-            require(bool(values), f"evaluate.{name}", values, "a non-empty list, or stages without evaluate")
-    names = [benchmark.name for benchmark in evaluate.benchmarks]
-    for key, values in (("benchmarks[].name", names), ("temperatures", list(evaluate.temperatures)),
-                        ("modes", list(evaluate.modes))):
-        require(len(set(values)) == len(values), f"evaluate.{key}", values, "without repetition")
-    for index, benchmark in enumerate(evaluate.benchmarks):
-        if benchmark.limit is not None:
-            whole(f"evaluate.benchmarks[{index}].limit", benchmark.limit, 1)
-    for value in evaluate.temperatures:
-        within("evaluate.temperatures", value, 0.0, math.inf)
-    for mode in evaluate.modes:
-        choice("evaluate.modes", mode, MODES)
-    wholes("evaluate", evaluate, ("max_new_tokens", "batch_size"), 1)
-    wholes("evaluate", evaluate, ("bootstrap", "check_greedy"), 0)
 
 
 def _export(config: Config) -> None:
@@ -236,5 +223,6 @@ def _export(config: Config) -> None:
 
 def validate(config: Config) -> None:
     """Check every value and combination that can be judged without touching a file. Raises ConfigError."""
-    for check in (_stages, _run, _target, _drafter, check_objective, _data, check_trainer, _later_stages, _export):
+    for check in (_stages, _run, _target, _drafter, check_objective, _data, check_trainer, _later_stages,
+                  check_evaluation, check_speed, _export, check_doctor):
         check(config)
