@@ -171,18 +171,21 @@ class FeatureWriter:
     def __init__(self, directory: os.PathLike | str, header: StoreHeader, *, shard_bytes: int, rank: int = 0) -> None:
         self.directory, self.header = Path(directory), header
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._shard_bytes, self._prefix = shard_bytes, f"shard-{rank:05d}-"
-        names = [name for name in shard_names(directory) if name.startswith(self._prefix)]
-        self._sequence = max((int(name.removeprefix(self._prefix)) for name in names), default=-1) + 1
+        self._shard_bytes, self.prefix = shard_bytes, f"shard-{rank:05d}-"
+        names = [name for name in shard_names(directory) if name.startswith(self.prefix)]
+        self._sequence = max((int(name.removeprefix(self.prefix)) for name in names), default=-1) + 1
         self._shard: Optional[ShardFile] = None
         self.samples = self.bytes = 0
 
     def write(self, sample: Sample, split: str, features: Tensor, last_hidden: Tensor) -> None:
         """Store ``features [T, M*D]`` and the rows of ``last_hidden [T, D]`` that predict a supervised label."""
-        record, pieces = encode_record(self.header, sample, split, features, last_hidden)
+        self.append(*encode_record(self.header, sample, split, features, last_hidden))
+
+    def append(self, record: Record, pieces: Pieces) -> None:
+        """Store a sample that ``encode_record`` has made bytes of."""
         try:
             if self._shard is None:
-                self._shard = ShardFile(self.directory, f"{self._prefix}{self._sequence:05d}", self.header)
+                self._shard = ShardFile(self.directory, f"{self.prefix}{self._sequence:05d}", self.header)
             self._shard.append(record, pieces)
             if self._shard.bytes >= self._shard_bytes:
                 self._seal()
