@@ -171,9 +171,9 @@ class FeatureWriter:
     def __init__(self, directory: os.PathLike | str, header: StoreHeader, *, shard_bytes: int, rank: int = 0) -> None:
         self.directory, self.header = Path(directory), header
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._shard_bytes, self.prefix = shard_bytes, f"shard-{rank:05d}-"
-        names = [name for name in shard_names(directory) if name.startswith(self.prefix)]
-        self._sequence = max((int(name.removeprefix(self.prefix)) for name in names), default=-1) + 1
+        self._shard_bytes, self._prefix = shard_bytes, f"shard-{rank:05d}-"
+        names = [name for name in shard_names(directory) if name.startswith(self._prefix)]
+        self._sequence = max((int(name.removeprefix(self._prefix)) for name in names), default=-1) + 1
         self._shard: Optional[ShardFile] = None
         self.samples = self.bytes = 0
 
@@ -185,7 +185,7 @@ class FeatureWriter:
         """Store a sample that ``encode_record`` has made bytes of."""
         try:
             if self._shard is None:
-                self._shard = ShardFile(self.directory, f"{self.prefix}{self._sequence:05d}", self.header)
+                self._shard = ShardFile(self.directory, f"{self._prefix}{self._sequence:05d}", self.header)
             self._shard.append(record, pieces)
             if self._shard.bytes >= self._shard_bytes:
                 self._seal()
