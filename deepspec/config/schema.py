@@ -7,11 +7,17 @@ the standard library. ``MISSING`` ("???") marks what a target or experiment file
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from deepspec.config.schema_evaluation import BenchmarkConfig, EvaluateConfig  # noqa: F401
+from deepspec.config.schema_features import FeatureServerConfig
+from deepspec.config.schema_serving import DoctorConfig
+from deepspec.config.schema_simulation import ProfileConfig, SchedulerConfig, SimulateConfig
+from deepspec.config.schema_sweep import SweepConfig
 from deepspec.config.schema_training import EngineConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 MISSING: Any = "???"
 
-STAGES = tuple("prompts responses features train confidence calibrate profile evaluate export report".split())
+STAGES = tuple("prompts responses features train confidence calibrate profile evaluate simulate export report".split())
+OWN_SCRIPT_ONLY = ("simulate",)  # not part of the main job unless ``stages`` says so
 
 
 @dataclass
@@ -53,6 +59,7 @@ class TargetConfig:
     mask_token_id: int = MISSING  # filler of the block slots; a row of the embedding that text never contains
     chat_template: Optional[str] = None  # file with a Jinja template, where the tokenizer has none
     thinking: Optional[bool] = False  # passed to the template as enable_thinking; null passes nothing
+    ranks: int = 0  # features.mode=disaggregated: the last so many ranks of the launch run the target, the others train
     shape: TargetShape = field(default_factory=TargetShape)
 
 
@@ -60,8 +67,8 @@ class TargetConfig:
 class DrafterConfig:
     """Architecture of the drafter (PAPER: parallel backbone, sequential head, confidence head)."""
 
-    algorithm: str = "dspark"  # dspark | dflash
-    num_layers: int = 5
+    algorithm: str = "dspark"  # dspark | dflash | eagle3 | mtp
+    num_layers: int = 5  # eagle3 and mtp are one layer by definition, whatever this says
     block_size: int = 7  # input slots of a block; with sample_from_anchor also the number of draft tokens
     sample_from_anchor: bool = True  # false: slot 0 predicts nothing, block_size - 1 draft tokens (published DFlash)
     head: str = "vanilla"  # none | vanilla (Markov, Eq. 5) | gated | rnn (Eq. 6)
@@ -72,6 +79,8 @@ class DrafterConfig:
     sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; null: all of them
     warm_start: bool = False  # copy the target's last layers into the drafter's, and select the last feature in W_c
     init_from: Optional[str] = None  # folder of an exported drafter in DeepSpec layout to continue from
+    # eagle3 and mtp: steps of its own hidden states that training unrolls from an anchor; null: block_size
+    unroll: Optional[int] = None
 
 
 @dataclass
@@ -136,12 +145,22 @@ class ResponsesConfig:
 
 @dataclass
 class FeaturesConfig:
-    """Hidden states: cached on disk, or computed while training."""
+    """Hidden states: cached on disk, computed while training, or taken from a serving engine."""
 
-    mode: str = "cached"  # cached | online
+    # cached | online | hybrid (online in the first epoch, which fills the cache) | disaggregated (online, on target
+    # ranks of their own: target.ranks) | server
+    mode: str = "cached"
     codec: str = "bf16"  # bf16 | int8, fp8-e4m3 (half of it) | lossless (bf16 entropy-coded, about 69 %) | fp32
     token_budget: int = 8192  # tokens per forward
     shard_megabytes: int = 512
+    queue_depth: int = 4  # disaggregated: packs that are under way to each trainer rank while it works on another
+    queue_timeout: float = 600.0  # disaggregated: seconds without the pack a trainer waits for, before it gives up
+    path: Optional[str] = None  # folder of a store that is there already (imported, say); null: where this run makes it
+    held_out_fraction: float = 0.02  # of the samples, by the hash of their ids, where the store in path holds out none
+    # With path: what may differ from this run with a warning only: target_fingerprint | renderer_hash |
+    # responses_fingerprint
+    allow: list[str] = field(default_factory=list)
+    server: FeatureServerConfig = field(default_factory=FeatureServerConfig)
 
 
 @dataclass
@@ -192,44 +211,6 @@ class CalibrationConfig:
 
 
 @dataclass
-class ProfileConfig:
-    """Grid of the throughput profile."""
-
-    num_reqs: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    # Draft tokens verified per request; a number above the length of a block counts as that length.
-    verify_lengths: list[int] = field(default_factory=lambda: [0, 1, 3, 7])
-    kv_lengths: list[int] = field(default_factory=lambda: [512])
-    samples_per_cell: int = 32
-    warmup: int = 3
-    max_batch_tokens: int = 256
-    seconds_limit: float = 0.0  # stop adding samples after this, at least 3 per cell; 0 = no limit
-
-
-@dataclass
-class BenchmarkConfig:
-    """One set of evaluation prompts; rows are ``{"turns": [...]}``, ``{"prompt": ...}`` or ``{"messages": ...}``."""
-
-    name: str = MISSING
-    path: str = MISSING  # file, or "held_out" for this run's own held-out prompts
-    domain: str = "chat"
-    limit: Optional[int] = None
-
-
-@dataclass
-class EvaluateConfig:
-    """Lossless speculative decoding against plain decoding of the target."""
-
-    benchmarks: list[BenchmarkConfig] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
-    max_new_tokens: int = 2048
-    batch_size: int = 8
-    modes: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled"])
-    bootstrap: int = 2000
-    baseline_untrained: bool = False  # also evaluate the drafter as initialised
-    check_greedy: int = 2  # prompts per benchmark whose greedy output is compared with the target's own
-
-
-@dataclass
 class ExportConfig:
     """What leaves the run."""
 
@@ -247,7 +228,7 @@ class ExportConfig:
 class Config:
     """The whole configuration; one per run."""
 
-    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    stages: list[str] = field(default_factory=lambda: [name for name in STAGES if name not in OWN_SCRIPT_ONLY])
     plan: bool = False  # print memory, disk and time, and stop
     run: RunConfig = field(default_factory=RunConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -263,9 +244,27 @@ class Config:
     confidence: ConfidenceConfig = field(default_factory=ConfidenceConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    runs: list[str] = field(default_factory=list)  # report.py: other runs to compare
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    runs: list[str] = field(default_factory=list)  # report.py, simulate_serving.py: other runs to compare
+
+
+AUTOREGRESSIVE = ("eagle3", "mtp")
+ALGORITHMS = ("dspark", "dflash", *AUTOREGRESSIVE)
+
+
+def is_autoregressive(algorithm: str) -> bool:
+    """Whether a drafter of this algorithm makes its draft tokens one pass after the other."""
+    return algorithm in AUTOREGRESSIVE
+
+
+def drafter_layers(drafter: DrafterConfig) -> int:
+    """Decoder layers of the drafter."""
+    return 1 if is_autoregressive(drafter.algorithm) else drafter.num_layers
 
 
 def draft_length(drafter: DrafterConfig) -> int:

@@ -1,0 +1,95 @@
+"""The command line of a sweep, checked value by value before the first job starts."""
+
+import fnmatch
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from hydra.core.override_parser.types import Glob, Override
+
+from deepspec.config.compose import compose_config, options, parse_overrides, split_argv
+from deepspec.config.schema import Config
+from deepspec.config.schema_sweep import OBJECTIVES
+from deepspec.errors import ConfigError
+
+_OWN = ("sweep", "run.name", "run.dir", "tracking.group")  # the sweep's, not its jobs': those get their own
+
+
+class SweepCommand(NamedTuple):
+    """A checked command: Hydra's ``flags`` and ``overrides`` as given, and what all jobs have in ``common``."""
+
+    flags: list[str]
+    overrides: list[str]
+    common: list[str]
+    config: Config  # of the first job
+
+
+def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> SweepCommand:
+    """Check ``argv`` of a sweep.
+
+    Raises ConfigError for whatever a single job's command would be refused for; under a launcher, where every rank
+    would start the sweep; for ``run.dir``, which every job has of its own; and where no option has several values.
+    """
+    if "RANK" in environ:
+        raise ConfigError("A sweep starts a launcher of its own for every job. Start it without one: "
+                          f"python launch/sweep.py {' '.join(argv)}")
+    words = [word for word in argv if word not in ("-m", "--multirun")]
+    overrides, flags = split_argv(words)
+    parsed = parse_overrides(overrides)
+    if any(item.key_or_group == "run.dir" for item in parsed):
+        raise ConfigError("run.dir cannot be set for a sweep: every job has a directory of its own in "
+                          "runs/sweeps/NAME. Name the sweep with run.name=NAME.")
+    varied = [item for item in parsed if item.is_sweep_override()]
+    if not varied and not {"sweep", "hydra/sweeper"} & {item.key_or_group for item in parsed} and not any(
+            item.key_or_group.startswith("hydra.sweeper") for item in parsed):
+        raise ConfigError("Nothing is swept. Give an option several values, as in drafter.block_size=4,8,16, or take "
+                          f"one of the sweeps there are: {', '.join(f'+sweep={name}' for name in options('sweep'))}.")
+    common = [str(item.input_line) for item in parsed if not item.is_sweep_override()]
+    config = check_values(varied, common)
+    objective = config.sweep.objective
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"sweep.objective={objective!r} is unknown: use one of {', '.join(OBJECTIVES)}.")
+    if objective != "validation" and "evaluate" not in config.stages:
+        raise ConfigError(f"sweep.objective={objective} comes from the evaluate stage, which stages={config.stages} "
+                          "leaves out. Add it, or compare jobs by sweep.objective=validation.")
+    return SweepCommand(flags, overrides, common, config)
+
+
+def check_values(varied: Sequence[Override], common: Sequence[str]) -> Config:
+    """Compose and validate a job for every single value of every swept option; returns the first one's configuration.
+
+    Options are varied one by one, so that a grid of thousands is checked in seconds; a combination that is refused
+    only together fails as a job.
+    """
+    from deepspec.planning.validate import validate
+
+    values = {item.get_key_element(): _values(item) for item in varied}
+    first = {key: found[0] for key, found in values.items()}
+    checked = None
+    for key, found in values.items():
+        for value in found:
+            chosen = first | {key: value}
+            config = compose_config([*common, *(f"{name}={text}" for name, text in chosen.items())], "sweep")
+            validate(config)
+            checked = checked or config
+    if checked is None:
+        checked = compose_config(list(common), "sweep")
+        validate(checked)
+    return checked
+
+
+def _values(item: Override) -> list[str]:
+    """The values of a swept option as written on a command line; of an interval, its ends."""
+    value: Any = item.value()
+    if isinstance(value, Glob):
+        names = options(item.key_or_group)
+        return [name for name in names if any(fnmatch.fnmatch(name, one) for one in value.include)
+                and not any(fnmatch.fnmatch(name, one) for one in value.exclude)]
+    if item.is_discrete_sweep():
+        return list(item.sweep_string_iterator())
+    return [str(value.start), str(value.end)]
+
+
+def job_overrides(task: Sequence[str]) -> list[str]:
+    """What a job's own command line repeats of the overrides Hydra gave it."""
+    parsed = parse_overrides(list(task))
+    return [text for text, item in zip(task, parsed, strict=True)
+            if item.key_or_group not in _OWN and not item.key_or_group.startswith("sweep.")]
