@@ -1,6 +1,5 @@
 """What a run would do and need: parameters, memory, disk, time, stages. No GPU, no hub, no torch."""
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from deepspec import artifacts
 from deepspec.config import paths
 from deepspec.config.schema import STAGES, Config
 from deepspec.planning import memory, work
+from deepspec.planning.ranks import trainer_ranks
 from deepspec.planning.sizes import ParameterCount, count_parameters
 
 
@@ -20,12 +20,15 @@ class StagePlan:
     directory: str
     present: bool  # a finished output is there; the stage itself compares its inputs before it skips
     requested: bool
+    in_training: bool = False  # training does its work: features.mode=online, hybrid or disaggregated
 
     @property
     def verdict(self) -> str:
         """One word for the table."""
         if not self.requested:
             return "not asked for"
+        if self.in_training:
+            return "part of train"
         return "skip if inputs are unchanged" if self.present else "run"
 
 
@@ -64,7 +67,7 @@ def stage_output(config: Config, stage: str) -> Path:
         return data[stage](config)
     return run / {
         "train": "checkpoints", "confidence": "confidence", "calibrate": "calibration.json", "profile": "profile",
-        "evaluate": "evaluation.json", "export": "export", "report": "report.html",
+        "evaluate": "evaluation.json", "simulate": "simulation.json", "export": "export", "report": "report.html",
     }[stage]
 
 
@@ -90,7 +93,8 @@ def free_bytes(path: Path) -> int:
 def plan_stages(config: Config) -> tuple[StagePlan, ...]:
     """All stages in order."""
     return tuple(
-        StagePlan(name, str(stage_output(config, name)), is_present(config, name), name in config.stages)
+        StagePlan(name, str(stage_output(config, name)), is_present(config, name), name in config.stages,
+                  name == "features" and config.features.mode in work.IN_TRAINING)
         for name in STAGES
     )
 
@@ -98,7 +102,8 @@ def plan_stages(config: Config) -> tuple[StagePlan, ...]:
 def needed_disk(config: Config, workload: work.Workload, stages: tuple[StagePlan, ...]) -> tuple[Disk, ...]:
     """Need against free, for the data root and for the run directory, counting only stages that would run."""
     due = {stage.name for stage in stages if stage.requested and not stage.present}
-    data = workload.cache_bytes if "features" in due else 0
+    fills = {stage.name: not stage.present for stage in stages}["features"] and config.features.mode == "hybrid"
+    data = workload.cache_bytes if "features" in due or (fills and "train" in due) else 0
     run = (workload.checkpoint_bytes if "train" in due else 0) + (workload.export_bytes if "export" in due else 0)
     root = Path(config.run.data_root)
     return (Disk(str(root), free_bytes(root), data), Disk(config.run.dir, free_bytes(Path(config.run.dir)), run))
@@ -132,6 +137,6 @@ def make_plan(config: Config) -> Plan:
         run=config.run.name, target=config.target.name, parameters=parameters, states=states,
         step=memory.step_bytes(config, parameters, workload.packs), workload=workload, flops=flops,
         hours=accelerator_hours(flops),
-        ranks=int(os.environ.get("WORLD_SIZE", "1")), zero_stage=config.engine.zero_stage, stages=stages,
+        ranks=trainer_ranks(config), zero_stage=config.engine.zero_stage, stages=stages,
         disks=needed_disk(config, workload, stages),
     )

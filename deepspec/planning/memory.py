@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deepspec.config.schema import Config, draft_length
+from deepspec.config.schema import Config, draft_length, drafter_layers, is_autoregressive
 from deepspec.planning.packs import PackPlan
 from deepspec.planning.sizes import ParameterCount
 
@@ -68,8 +68,12 @@ def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int
     inner = drafter.intermediate_size or shape.intermediate_size
     slot = 5 * hidden + 3 * queries + 3 * keys + 3 * inner
     if config.trainer.activation_checkpointing:
-        slot = hidden + slot // max(1, drafter.num_layers)
-    layers = drafter.num_layers * (slots * slot + tokens * (hidden + 3 * keys))
+        slot = hidden + slot // max(1, drafter_layers(drafter))
+    layers = drafter_layers(drafter) * (slots * slot + tokens * (hidden + 3 * keys))
+    if is_autoregressive(drafter.algorithm):
+        # Every step keeps the context's keys and values beside those of its chain so far.
+        steps = drafter.unroll or drafter.block_size
+        layers += 2 * keys * (steps * tokens + slots * (steps + 1) // 2)
     ends = tokens * 2 * hidden + slots * 3 * hidden
     return (layers + ends) * width
 
@@ -81,7 +85,7 @@ def step_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> S
     slots = packs.anchors * config.drafter.block_size
     ahead = config.data.num_workers + 1 if config.data.num_workers else 0
     target_width = 2 if config.target.dtype == "bfloat16" else 4
-    whole = config.features.mode == "online" or config.trainer.decode_every > 0
+    whole = config.features.mode in ("online", "hybrid") or config.trainer.decode_every > 0
     online = parameters.target * target_width if whole else 0
     chunk = config.objective.chunk_megabytes * 2**20
     states = packs.anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)

@@ -1,10 +1,10 @@
 """How large a pack gets and how many a step needs, from the options and the expected length of a sample."""
 
 import math
-import os
 from dataclasses import dataclass
 
 from deepspec.config.schema import Config
+from deepspec.planning.ranks import trainer_ranks
 from deepspec.planning.samples import SampleLength
 
 
@@ -27,7 +27,7 @@ class PackPlan:
 
 def plan_packs(config: Config, length: SampleLength) -> PackPlan:
     """Packs of samples of the expected length; memory is planned for the largest, time for the sum."""
-    trainer, world = config.trainer, int(os.environ.get("WORLD_SIZE", "1"))
+    trainer, world = config.trainer, trainer_ranks(config)
     tokens, anchors = length.tokens, min(trainer.num_anchors, length.answer)
     if trainer.pack_tokens is None:
         most = min(trainer.num_anchors, int(tokens)) * trainer.micro_batch_size

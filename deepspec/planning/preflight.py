@@ -2,9 +2,7 @@
 
 import importlib.util
 import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from deepspec import artifacts
 from deepspec.config import paths
@@ -16,20 +14,23 @@ from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning import work
 from deepspec.planning.estimate import is_present, needed_disk, plan_stages, stage_output
 from deepspec.planning.plan import size
+from deepspec.planning.preflight_features import check_given_store, check_hidden_state_servers, connect_failure
+from deepspec.planning.ranks import check_split
 from deepspec.planning.sizes import count_parameters
 from deepspec.planning.validate import validate
 
-CONNECT_SECONDS = 0.15
 NEEDS = {  # stage -> stages whose output it reads
     "responses": ("prompts",), "features": ("responses",), "confidence": ("train",),
-    "calibrate": ("confidence",), "profile": ("train",), "evaluate": ("train",), "export": ("train",),
+    "calibrate": ("confidence",), "profile": ("train",), "evaluate": ("train",),
+    "simulate": ("train", "profile"), "export": ("train",),
 }
 SCRIPTS = {
     "prompts": "python data_prep/collect_prompts.py", "responses": "python data_prep/generate_responses.py",
     "features": "deepspeed data_prep/extract_features.py", "train": "deepspeed launch/train_drafter.py",
     "confidence": "python launch/fit_confidence.py", "calibrate": "python launch/calibrate.py",
     "profile": "python launch/profile_throughput.py", "evaluate": "python launch/evaluate_drafter.py",
-    "export": "python launch/export_drafter.py", "report": "python launch/report.py",
+    "simulate": "python launch/simulate_serving.py", "export": "python launch/export_drafter.py",
+    "report": "python launch/report.py",
 }
 PACKAGES = {"math": "reasoning_gym"}  # embedded prompt source -> import name
 PIP_NAMES = {"reasoning_gym": "reasoning-gym==0.1.25", "datasets": "datasets", "pyarrow": "pyarrow"}
@@ -47,11 +48,20 @@ def command(config: Config, stage: str) -> str:
 def required(config: Config, stage: str) -> tuple[str, ...]:
     """Stages whose output ``stage`` reads under these options."""
     if stage == "train":
-        cached = config.features.mode == "cached"
-        return ("features",) * cached + ("responses",) * (not cached or config.trainer.decode_every > 0)
+        stored = paths.reads_store(config)
+        return ("features",) * stored + ("responses",) * (not stored or config.trainer.decode_every > 0)
+    if config.features.path is not None and stage in ("features", "confidence", "evaluate"):
+        return () if stage == "features" else (*NEEDS[stage], *("responses",) * _reads_responses(config, stage))
     if stage in ("confidence", "calibrate") and not config.drafter.confidence_head:
         return ()
     return NEEDS.get(stage, ())
+
+
+def _reads_responses(config: Config, stage: str) -> bool:
+    """Whether a stage after training takes prompts from the responses, which a given store comes without."""
+    if stage == "confidence":
+        return config.drafter.confidence_head
+    return any(benchmark.path == "held_out" for benchmark in config.evaluate.benchmarks)
 
 
 def _places(config: Config, stages: list[str]) -> None:
@@ -152,16 +162,10 @@ def _cleaning(config: Config, stages: list[str]) -> None:
 def _servers(config: Config, stages: list[str]) -> None:
     if "responses" not in stages or config.responses.backend != "server" or is_present(config, "responses"):
         return
-    failures = []
-    for url in config.responses.servers:
-        parts = urlsplit(url)
-        try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            with socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS):
-                return
-        except (OSError, ValueError) as error:
-            failures.append(f"{url} ({error})")
-    raise InputRefused(f"No server of responses.servers answers: {'; '.join(failures)}. Start one, for example: "
+    failures = [connect_failure(url) for url in config.responses.servers]
+    if None in failures:
+        return
+    raise InputRefused(f"No server of responses.servers answers: {'; '.join(map(str, failures))}. Start one, for example: "
                        f"vllm serve {config.target.path} --port 8000 -- or use responses.backend=in_process.")
 
 
@@ -201,12 +205,13 @@ def _disk(config: Config) -> None:
             cache = " Use features.codec=int8 or features.mode=online (no cache at all)."
             raise InputRefused(f"Not enough disk for {disk.path}: about {size(disk.need)} needed, {size(disk.free)} "
                                "free. Free some, or move run.data_root or run.dir. plan=true shows the estimate."
-                               + (cache if config.features.mode == "cached" else ""))
+                               + (cache if config.features.mode in work.STORED else ""))
 
 
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (_places, _inputs, _report, _target, _sources, _cleaning, _servers, _benchmarks, _checkpoint):
+    for check in (check_split, _places, _inputs, _report, _target, _sources, _cleaning, _servers, _benchmarks,
+                  _checkpoint):
         check(config, list(stages))
     _disk(config)

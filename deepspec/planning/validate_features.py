@@ -5,9 +5,9 @@ import math
 from deepspec.config.schema import Config, FeaturesConfig
 from deepspec.config.schema_features import FeatureServerConfig
 from deepspec.errors import ConfigError
-from deepspec.planning.require import choice, require, wholes, within
+from deepspec.planning.require import choice, require, whole, wholes, within
 
-MODES = ("cached", "online", "server")
+MODES = ("cached", "online", "hybrid", "disaggregated", "server")
 ALLOWED = ("target_fingerprint", "renderer_hash", "responses_fingerprint")  # fields that may differ if asked for
 
 
@@ -17,12 +17,26 @@ def check_features(config: Config) -> None:
     choice("features.mode", features.mode, MODES)
     choice("features.codec", features.codec, ("bf16", "int8", "fp8-e4m3", "lossless", "fp32"))
     wholes("features", features, ("token_budget", "shard_megabytes"), 1)
+    wholes("features", features, ("queue_depth",), 1)
+    within("features.queue_timeout", features.queue_timeout, 0.0, math.inf, open_low=True)
+    _target_ranks(config)
     within("features.held_out_fraction", features.held_out_fraction, 0.0, 1.0, open_high=True)
     for name in features.allow:
         choice("features.allow", name, ALLOWED)
     _path(features)
     if features.mode == "server":
         _server(features.server)
+
+
+def _target_ranks(config: Config) -> None:
+    count, mode = config.target.ranks, config.features.mode
+    whole("target.ranks", count, 0)
+    if mode == "disaggregated" and not count:
+        raise ConfigError("features.mode=disaggregated needs ranks that run the target. Set target.ranks to 1 or more; "
+                          "the last so many ranks of the launch are then for it.")
+    if mode != "disaggregated" and count:
+        raise ConfigError(f"target.ranks={count} is only for features.mode=disaggregated, but features.mode={mode}. "
+                          "Set target.ranks=0, or use features=disaggregated.")
 
 
 def _path(features: FeaturesConfig) -> None:

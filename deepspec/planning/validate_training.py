@@ -1,11 +1,11 @@
 """Checks of the objective, the training loop, the optimizer and the engine."""
 
 import math
-import os
 
 from deepspec.config.owned import refuse_owned
-from deepspec.config.schema import Config, TrainerConfig
+from deepspec.config.schema import Config
 from deepspec.errors import ConfigError
+from deepspec.planning.ranks import trainer_ranks
 from deepspec.planning.require import choice, require, whole, wholes, within
 
 
@@ -18,16 +18,21 @@ def check_objective(config: Config) -> None:
     if objective.decay is not None:
         within("objective.decay", objective.decay, 0.0, math.inf, open_low=True)
     choice("objective.implementation", objective.implementation, ("auto", "eager", "chunked", "triton"))
+    choice("objective.ce_labels", objective.ce_labels, ("data", "target"))
+    if objective.ce_labels == "target" and objective.implementation == "triton":
+        raise ConfigError("objective.implementation=triton has no kernel for objective.ce_labels=target. Use "
+                          "objective.implementation=auto, which then takes chunked.")
     whole("objective.chunk_megabytes", objective.chunk_megabytes, 1)
 
 
-def _batch(trainer: TrainerConfig) -> None:
+def _batch(config: Config) -> None:
+    trainer = config.trainer
     for name in ("pack_anchors", "pad_packs"):
         if getattr(trainer, name):
             raise ConfigError(f"trainer.{name}={getattr(trainer, name)} belongs to packing by tokens, but "
                               "trainer.pack_tokens is null. Set trainer.pack_tokens (a multiple of data.max_length is "
                               f"a good start), or leave trainer.{name} out.")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = trainer_ranks(config)
     unit = trainer.micro_batch_size * world
     if trainer.global_batch_size % unit:
         raise ConfigError(f"trainer.global_batch_size={trainer.global_batch_size} must be a multiple of "
@@ -59,7 +64,7 @@ def check_trainer(config: Config) -> None:
     if trainer.ema_decay is not None:
         within("trainer.ema_decay", trainer.ema_decay, 0.0, 1.0, open_high=True)
     if trainer.pack_tokens is None:
-        _batch(trainer)
+        _batch(config)
     else:
         _packing(config)
     within("optimizer.lr", optimizer.lr, 0.0, math.inf, open_low=True)

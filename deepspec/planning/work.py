@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Optional
 
 from deepspec.config import paths
-from deepspec.config.schema import Config, draft_length
+from deepspec.config.schema import Config, draft_length, drafter_layers
 from deepspec.planning.packs import PackPlan, plan_packs
 from deepspec.planning.samples import SampleLength, cache_bytes_per_sample, cache_bytes_per_token, expected_length
 from deepspec.planning.sizes import ParameterCount
@@ -15,6 +15,10 @@ UTILISATION = {"train": 0.35, "features": 0.40, "responses": 0.08}  # of peak; g
 CPU_UTILISATION = {"train": 0.7, "features": 0.8, "responses": 0.3}  # of the rate of large products
 CPU_TFLOPS_PER_CORE = 0.03  # fp32, a core with AVX2
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}  # dense bf16
+
+
+IN_TRAINING = ("online", "hybrid", "disaggregated")  # modes whose features stage has nothing to do
+STORED = ("cached", "hybrid")  # modes that leave a store on disk
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     if config.trainer.max_steps is not None:
         steps = min(steps, config.trainer.max_steps) if prompts else config.trainer.max_steps
     cached = 0
-    if config.features.mode == "cached":
+    if config.features.mode in STORED:
         cached = int((prompts or 0) * cache_bytes_per_sample(config, length))
     # fp32 weights, two moments, averages; all that stay, and the new one while it is written.
     state = 12 if config.trainer.ema_decay is None else 16
@@ -99,8 +103,8 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
     length = sample.tokens
     anchors = min(config.trainer.num_anchors, sample.answer)
     slots = anchors * drafter.block_size
-    context = 6.0 * length * (parameters.fc + drafter.num_layers * 2 * keys * hidden)
-    attention = 12.0 * slots * queries * (length / 2 + drafter.block_size) * drafter.num_layers
+    context = 6.0 * length * (parameters.fc + drafter_layers(drafter) * 2 * keys * hidden)
+    attention = 12.0 * slots * queries * (length / 2 + drafter.block_size) * drafter_layers(drafter)
     backbone = 6.0 * slots * parameters.layers + attention
     labels = anchors * draft_length(drafter)
     rank = drafter.markov_rank if drafter.head != "none" else 0
@@ -112,7 +116,7 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
 def padding_flops(config: Config, parameters: ParameterCount, packs: PackPlan) -> float:
     """Forward and backward of the padding of one optimizer step; its blocks see no context and have no label."""
     keys = config.target.shape.num_kv_heads * config.target.shape.head_dim
-    context = parameters.fc + config.drafter.num_layers * 2 * keys * config.target.shape.hidden_size
+    context = parameters.fc + drafter_layers(config.drafter) * 2 * keys * config.target.shape.hidden_size
     slots = packs.padding_anchors * config.drafter.block_size
     return 6.0 * (packs.padding_tokens * context + slots * parameters.layers)
 
@@ -122,8 +126,10 @@ def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> d
     samples = work.steps * config.trainer.global_batch_size
     once = 2.0 * parameters.target
     flops = {"responses": once * (work.prompts or 0) * work.length.answer}
-    if config.features.mode == "cached":
+    if config.features.mode in STORED:
         flops["features"] = once * work.tokens
+    elif config.features.mode == "disaggregated":
+        flops["features"] = once * samples * work.length.tokens  # on the target ranks
     flops["train"] = samples * train_flops_per_sample(config, parameters, work.length)
     flops["train"] += work.steps * padding_flops(config, parameters, work.packs)
     return flops
