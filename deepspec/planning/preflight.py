@@ -54,6 +54,8 @@ def required(config: Config, stage: str) -> tuple[str, ...]:
         return () if stage == "features" else (*NEEDS[stage], *("responses",) * _reads_responses(config, stage))
     if stage in ("confidence", "calibrate") and not config.drafter.confidence_head:
         return ()
+    if stage == "calibrate" and config.calibration.records is not None:
+        return ("train",)
     return NEEDS.get(stage, ())
 
 
@@ -86,6 +88,13 @@ def _inputs(config: Config, stages: list[str]) -> None:
             raise InputRefused(f"Stage {stage!r} reads the output of stage {needed!r}, but {where} ({needed}) {state} "
                                f"and {needed!r} is not among stages={stages}. Make it with: "
                                f"{command(config, needed)} -- or add {needed} to stages.")
+
+
+def _records(config: Config, stages: list[str]) -> None:
+    records = config.calibration.records
+    if "calibrate" in stages and records is not None and not Path(records).expanduser().exists():
+        raise InputRefused(f"calibration.records={records!r} is not there. Give an npz or jsonl of confidence records, "
+                           "or a folder of SGLang shards (docs/calibration.md).")
 
 
 def _report(config: Config, stages: list[str]) -> None:
@@ -211,7 +220,7 @@ def _disk(config: Config) -> None:
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (check_split, _places, _inputs, _report, _target, _sources, _cleaning, _servers, _benchmarks,
+    for check in (check_split, _places, _inputs, _records, _report, _target, _sources, _cleaning, _servers, _benchmarks,
                   _checkpoint):
         check(config, list(stages))
     _disk(config)

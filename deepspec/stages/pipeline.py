@@ -70,8 +70,9 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     }
     keys: dict[str, Any] = {
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
-        "train": training, "confidence": {"confidence": values["confidence"], "calibration": values["calibration"]},
-        "calibrate": values["calibration"], "profile": values["profile"] | {"hardware": hardware()},
+        "train": training, "confidence": {"confidence": values["confidence"]} | {
+            name: values["calibration"][name] for name in ("fit_fraction", "num_bins", "bootstrap")},
+        "calibrate": values["calibration"] | {"files": _records_files(config)}, "profile": values["profile"] | {"hardware": hardware()},
         "evaluate": values["evaluate"] | {"files": _benchmark_files(config)},
         "export": values["export"], "report": {"runs": config.runs},
     }
@@ -90,6 +91,15 @@ def _target_files(config: Config) -> list[tuple[str, int, int]]:
         return []
     found = [(path.name, path.stat()) for path in sorted(Path(config.target.path).expanduser().glob("*.*"))]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found if name.endswith((".safetensors", ".json"))]
+
+
+def _records_files(config: Config) -> list[str]:
+    """Hashes of the records of an engine in service that are calibrated on."""
+    if config.calibration.records is None:
+        return []
+    path = Path(config.calibration.records).expanduser()
+    files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
+    return [sha256_file(file) for file in files if file.is_file()]
 
 
 def _benchmark_files(config: Config) -> list[str]:
