@@ -65,8 +65,11 @@ def sts_values(calibration: Mapping[str, Any]) -> dict[str, Any]:
     # The readers' lists hold numbers only: one with an undefined position is left out rather than refused there.
     extra = {key: calibration[key] for key in keys if calibration.get(key) is not None
              and not (isinstance(calibration[key], list) and None in calibration[key])}
+    folded = calibration.get("folded")
+    # These temperatures are for the head of this very export: as trained, or with the fold that is named here.
+    fold = {} if folded is None else {"confidence_fold": {name: folded[name] for name in ("temperature", "shift")}}
     return {"temperatures": temperatures, "sts_temperatures": temperatures,
-            "dataset": ", ".join(sorted(domains))} | extra
+            "dataset": ", ".join(sorted(domains))} | extra | fold
 
 
 def manifest_values(config: Mapping[str, Any], spec: TargetSpec, origin: Origin, evidence: Evidence,

@@ -97,9 +97,30 @@ def _calibration(calibration: Optional[Mapping[str, Any]], missing: Optional[str
     rows = [[str(k + 1), *(_number(column[k] if k < len(column) else None, 3) for column in columns)]
             for k in range(len(columns[0]))]
     count = calibration.get("num_samples")
-    return lines + [f"Sequential Temperature Scaling, reported on {count} blocks the fit never saw. ECE is of the "
+    return lines + _folded(calibration) + [f"Sequential Temperature Scaling, reported on {count} blocks the fit never saw. ECE is of the "
                     "cumulative product.", ""] + _table(
-        ("position", "temperature", "ECE before", "ECE after", "noise floor", "AUC"), rows)
+        ("position", "temperature", "ECE before", "ECE after", "noise floor", "AUC"), rows) + _forms(calibration)
+
+
+def _folded(calibration: Mapping[str, Any]) -> list[str]:
+    """What is inside the head's weights, where something is."""
+    folded = calibration.get("folded")
+    if folded is None:
+        return []
+    return [f"The confidence head of this export is calibrated in its weights: `w / T` and `b / T + s` with "
+            f"T = {folded['temperature']:.4g} and s = {folded['shift']:+.4g}. An engine that reads no temperatures "
+            "takes its sigmoid as it is; the temperatures below are those on top of it, for engines that read them. "
+            "\"Before\" is this head without them.", ""]
+
+
+def _forms(calibration: Mapping[str, Any]) -> list[str]:
+    """Mean ECE of every form of the confidence, and which engines can use it."""
+    rows = [[name, _number(values.get("ece_mean"), 4), str(values.get("engines"))]
+            for name, values in (calibration.get("methods") or {}).items()]
+    if not rows:
+        return []
+    return ["", "Mean ECE over positions of each form of the confidence, on the same blocks:", ""] + _table(
+        ("form", "ECE", "usable by"), rows)
 
 
 def _profile(sps: Optional[Mapping[str, Any]], missing: Optional[str]) -> list[str]:

@@ -20,6 +20,7 @@ from deepspec.export.card import card
 from deepspec.export.checks import CheckResult
 from deepspec.export.config_file import ConfigFacts, config_values, serving_shape
 from deepspec.export.evidence import Evidence
+from deepspec.export.fold import config_entry
 from deepspec.export.formats import FormatContext, converter
 from deepspec.export.launch import Origin
 from deepspec.export.verify import refuse_failures, verify_folder
@@ -70,7 +71,7 @@ def export_values(request: ExportRequest) -> dict[str, Any]:
     config = request.config
     facts = ConfigFacts(config.export.dtype, config.trainer.num_anchors, config.data.max_length,
                         getattr(request.target.tokenizer, "pad_token_id", None))
-    return config_values(request.drafter.shape, request.target.spec, facts)
+    return config_values(request.drafter.shape, request.target.spec, facts) | config_entry(request.evidence)
 
 
 def fingerprint(request: ExportRequest) -> str:

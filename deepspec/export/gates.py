@@ -81,12 +81,22 @@ def reload_parity(folder: Path, drafter: nn.Module, dtype: torch.dtype) -> Reloa
     expected = block_logits(reference, features, ids, anchors)
     found = block_logits(loaded, features, ids, anchors)
     original = block_logits(drafter, features, ids, anchors).cpu()
+    confidence = _confidence_difference(reference, loaded)
     # Every product rounds to bf16 once, so an ulp of the largest logit is what another summation order may change.
     ulp = float(expected.abs().max()) * 2.0**-8 if dtype == torch.bfloat16 else 0.0
     return ReloadParity(
-        difference=float((expected.cpu() - found.cpu()).abs().max()), tolerance=ulp,
+        difference=max(confidence, float((expected.cpu() - found.cpu()).abs().max())), tolerance=ulp,
         rounding=float((original.float() - found.cpu().float()).abs().max()),
     )
+
+
+def _confidence_difference(reference: nn.Module, loaded: nn.Module) -> float:
+    """Largest difference of the two confidence heads' logits on fixed inputs; 0 where there is no head."""
+    if getattr(reference, "confidence_head", None) is None:
+        return 0.0
+    weight = reference.confidence_head.proj.weight
+    inputs = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+    return float((reference.confidence_head(inputs, None) - loaded.confidence_head(inputs, None)).abs().max())
 
 
 def _cast(drafter: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -14,6 +14,7 @@ from deepspec.config.schema import Config
 from deepspec.data.samples import load_samples
 from deepspec.errors import InputRefused
 from deepspec.export.evidence import gather
+from deepspec.export.fold import fold_head, fold_of, folded_evidence
 from deepspec.export.exporter import ExportRequest, export_drafter, fingerprint, reverify
 from deepspec.export.launch import Origin
 from deepspec.targets.load import locate
@@ -49,6 +50,10 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     if drafter.confidence_head is not None:
         load_confidence(directory, drafter, session.drafter_sha256)
     target = session.target
+    evidence = gather(directory, session.drafter_sha256, target.fingerprint, drafter.shape.draft_length)
+    if config.export.fold_calibration:
+        evidence = folded_evidence(evidence)
+        fold_head(drafter, fold_of(evidence.calibration or {}))
     origin = Origin(
         target=_target_name(config), revision=config.target.revision, target_fingerprint=target.fingerprint,
         target_architectures=tuple(target._model.config.architectures or ()), target_dtype=config.target.dtype,
@@ -57,7 +62,7 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     )
     return ExportRequest(
         config=config, target=target, drafter=drafter.eval(), origin=origin,
-        evidence=gather(directory, session.drafter_sha256, target.fingerprint, drafter.shape.draft_length),
+        evidence=evidence,
         records=directory / "profile" / "records.jsonl", documents=_documents(config),
     )
 
