@@ -97,8 +97,9 @@ def _calibration(calibration: Optional[Mapping[str, Any]], missing: Optional[str
     rows = [[str(k + 1), *(_number(column[k] if k < len(column) else None, 3) for column in columns)]
             for k in range(len(columns[0]))]
     count = calibration.get("num_samples")
-    return lines + _folded(calibration) + [f"Sequential Temperature Scaling, reported on {count} blocks the fit never saw. ECE is of the "
-                    "cumulative product.", ""] + _table(
+    lines += _folded(calibration) + [f"Sequential Temperature Scaling, reported on {count} blocks the fit never saw. "
+                                     "ECE is of the cumulative product.", ""]
+    return lines + _table(
         ("position", "temperature", "ECE before", "ECE after", "noise floor", "AUC"), rows) + _forms(calibration)
 
 

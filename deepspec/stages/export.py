@@ -14,8 +14,8 @@ from deepspec.config.schema import Config
 from deepspec.data.samples import load_samples
 from deepspec.errors import InputRefused
 from deepspec.export.evidence import gather
-from deepspec.export.fold import fold_head, fold_of, folded_evidence
 from deepspec.export.exporter import ExportRequest, export_drafter, fingerprint, reverify
+from deepspec.export.fold import fold_head, fold_of, folded_evidence
 from deepspec.export.launch import Origin
 from deepspec.targets.load import locate
 from deepspec.training.checkpoint import load_drafter

@@ -72,7 +72,8 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
         "train": training, "confidence": {"confidence": values["confidence"]} | {
             name: values["calibration"][name] for name in ("fit_fraction", "num_bins", "bootstrap")},
-        "calibrate": values["calibration"] | {"files": _records_files(config)}, "profile": values["profile"] | {"hardware": hardware()},
+        "calibrate": values["calibration"] | {"files": _records_files(config)},
+        "profile": values["profile"] | {"hardware": hardware()},
         "evaluate": values["evaluate"] | {"files": _benchmark_files(config)},
         "export": values["export"], "report": {"runs": config.runs},
     }
