@@ -1,21 +1,33 @@
-"""Stage: confidence records to calibration.json."""
+"""Stage: confidence records to calibration.json; records of an engine in service also to a drift report."""
 
 import logging
+from pathlib import Path
+from typing import Any, Optional
 
 from deepspec import distributed
+from deepspec.artifacts import atomic_write_json
 from deepspec.calibration import Calibration, ConfidenceRecords, calibrate
+from deepspec.calibration.drift import drift_report, lines
+from deepspec.calibration.fit import split
+from deepspec.calibration.imports import load_records
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config, draft_length
+from deepspec.errors import InputRefused
 from deepspec.training.checkpoint import drafter_sha256
 from deepspec.training.session import chosen_checkpoint
 
 log = logging.getLogger(__name__)
+CALIBRATION_FILE, DRIFT_FILE = "calibration.json", "drift.json"
 
 
 def run(config: Config) -> None:
     """Fit temperatures (Sec. 3.2.1) on one part of the held-out conversations, measure on another, write the result.
 
-    Raises InputRefused when the records are missing or belong to another drafter, block length or temperature.
+    With ``calibration.records`` these take the place of the run's own: they are first compared with what the
+    calibration in place measured (``drift.json``), then fitted, unless ``calibration.recalibrate=false``.
+
+    Raises InputRefused when the records are missing, would bias the fit, or belong to another drafter, block length,
+    thinking mode or temperature.
     """
     if not config.drafter.confidence_head:
         log.info("this drafter has no confidence head: nothing to calibrate")
@@ -23,16 +35,48 @@ def run(config: Config) -> None:
     if distributed.rank() != 0:
         return
     directory = run_dir(config)
-    records = ConfidenceRecords.load(
-        directory / "confidence" / "records.npz", block_length=draft_length(config.drafter),
-        drafter_sha256=drafter_sha256(chosen_checkpoint(config), config.export.weights),
-        sampling_temperature=config.confidence.temperature,
-    )
-    refit_fraction = config.confidence.refit_fraction if config.confidence.refit else 0.0
+    expected = {"block_length": draft_length(config.drafter),
+                "drafter_sha256": drafter_sha256(chosen_checkpoint(config), config.export.weights),
+                "sampling_temperature": config.confidence.temperature, "thinking": config.target.thinking}
+    own = directory / "confidence" / "records.npz"
+    if config.calibration.records is None:
+        records = ConfidenceRecords.load(own, **expected)
+        refit_fraction = config.confidence.refit_fraction if config.confidence.refit else 0.0
+    else:
+        records, refit_fraction = load_records(Path(config.calibration.records).expanduser(), expected), 0.0
+        _drift(config, records, expected, own)
+        if not config.calibration.recalibrate:
+            return
     result = calibrate(records, config.calibration, refit_fraction=refit_fraction, seed=config.run.seed)
-    result.save(directory / "calibration.json")
+    result.save(directory / CALIBRATION_FILE)
     for line in table(result):
         log.info("%s", line)
+
+
+def _drift(config: Config, records: ConfidenceRecords, expected: dict[str, Any], own: Path) -> None:
+    """Write drift.json, if there is a calibration to compare with."""
+    directory = run_dir(config)
+    path = directory / CALIBRATION_FILE
+    if not path.is_file():
+        log.warning("no drift report: %s is not there yet, so there is nothing to compare these records with", path)
+        return
+    before = Calibration.load(path, block_size=expected["block_length"], drafter_sha256=expected["drafter_sha256"])
+    report = drift_report(before, records, reference=_reference(own, before, config, expected),
+                          draws=config.calibration.bootstrap, seed=config.run.seed)
+    atomic_write_json(directory / DRIFT_FILE, report)
+    for line in lines(report):
+        log.info("%s", line)
+
+
+def _reference(own: Path, before: Calibration, config: Config, expected: dict[str, Any]) -> Optional[ConfidenceRecords]:
+    """The report split of training time, where the run still has its records and the calibration was made of them."""
+    if before.source != "deepspec":
+        return None
+    try:
+        records = ConfidenceRecords.load(own, **expected)
+        return split(records, config.calibration, before.refit_fraction)[1]
+    except InputRefused:
+        return None
 
 
 def table(result: Calibration) -> list[str]:
@@ -40,13 +84,30 @@ def table(result: Calibration) -> list[str]:
     def number(value: float | None) -> str:
         return "     -" if value is None else f"{value:6.4f}"
 
-    lines = ["position  samples       T  ECE before  after   floor     AUC"]
+    text = ["position  samples       T  ECE before  after   floor     AUC"]
     for k, temperature in enumerate(result.temperatures):
-        lines.append(f"{k + 1:8d} {result.samples_per_position[k]:8d} {temperature:7.3f}      "
-                     f"{number(result.ece_before[k])} {number(result.ece_after[k])}  "
-                     f"{number(result.ece_noise_floor[k])}  {number(result.auc[k])}")
+        text.append(f"{k + 1:8d} {result.samples_per_position[k]:8d} {temperature:7.3f}      "
+                    f"{number(result.ece_before[k])} {number(result.ece_after[k])}  "
+                    f"{number(result.ece_noise_floor[k])}  {number(result.auc[k])}")
     if result.positions_without_data:
-        missing = ", ".join(map(str, result.positions_without_data))
-        lines.append(f"positions {missing}: 0 samples, temperature left at 1")
-    conversations = result.report_split["conversations"]
-    return lines + [f"{result.num_samples} blocks of {conversations} conversations; {result.verdict}"]
+        missing = ", ".join(f"{k} ({result.samples_per_position[k - 1]})" for k in result.positions_without_data)
+        text.append(f"positions {missing}: fewer than calibration.min_samples={result.min_samples} samples, "
+                    "temperature left at 1")
+    fold = result.fold
+    text.append(f"folded into the head: temperature {fold['temperature']:.3f}, shift {fold['shift']:+.3f}; mean ECE "
+                + ", ".join(f"{name} {values['ece_mean']:.4f}" for name, values in result.methods.items()
+                            if values["ece_mean"] is not None))
+    for name, one in result.per_domain.items():
+        if "note" in one:
+            text.append(f"domain {name}: {one['note']}")
+    return text + [_excess(result.excess), f"{result.num_samples} blocks of {result.report_split['conversations']} "
+                   f"conversations; {result.verdict}"]
+
+
+def _excess(values: dict[str, Any]) -> str:
+    def span(interval: Optional[list[float]]) -> str:
+        return f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
+
+    share = "nothing to remove" if values["reduction"] is None else f"{values['reduction']:.0%} removed"
+    return (f"excess over the noise floor, mean over positions: {values['before']:.4f}{span(values['before_ci95'])} "
+            f"before, {values['after']:.4f}{span(values['after_ci95'])} after: {share}")
