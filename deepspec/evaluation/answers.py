@@ -4,7 +4,7 @@ T tokens of a pack, N anchors (every token of an answer but its last), K draft p
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ def _pack_values(target: Any, drafter: Any, samples: Sequence[FeatureSample], sa
     return values, kept.cpu().numpy()
 
 
-def teacher_forced_values(target: Any, drafter: Any, samples: Sequence[FeatureSample], sampling: Sampling, *,
+def teacher_forced_values(target: Any, drafter: Any, samples: Iterable[FeatureSample], sampling: Sampling, *,
                           num_anchors: int, seed: int) -> AnchorValues:
     """``teacher_forced`` at up to ``num_anchors`` anchors of each sample, drawn from (seed, sample id).
 

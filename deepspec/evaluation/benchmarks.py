@@ -1,11 +1,12 @@
 """Evaluation prompts: rows of a file or the run's own held-out prompts, turn after turn on the generated history."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Union
 
-from deepspec.config.schema import BenchmarkConfig
+from deepspec.config.schema_evaluation import MIXED, BenchmarkConfig
+from deepspec.data.dialogue import AnswerLimits
 from deepspec.data.jsonl import read_rows
 from deepspec.data.prompt_rows import RowRefused, conversation, is_slot
 from deepspec.data.rendering import Renderer, RenderError
@@ -16,6 +17,7 @@ from deepspec.errors import InputRefused
 log = logging.getLogger(__name__)
 HELD_OUT = "held_out"
 Decode = Callable[[list[DecodeRequest]], list[DecodeResult]]
+Thinking = Union[bool, str, None]  # on, off, mixed; None: as the template decides
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Conversation:
     domain: str
     messages: tuple[dict[str, Any], ...]
     tools: Optional[tuple[dict[str, Any], ...]] = None
+    thinking: Optional[bool] = None  # of this conversation; None: as the renderer does
 
     @property
     def turns(self) -> int:
@@ -52,7 +55,7 @@ def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
             raise InputRefused(f"benchmark {config.name!r} needs this run's held-out responses, but {responses} has "
                                "none. Make them with data_prep/generate_responses.py, or give a file as the "
                                "benchmark's path.")
-        rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools)
+        rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools, row.thinking)
                 for row in read_responses(responses, HELD_OUT)]
     else:
         rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path).expanduser())]
@@ -88,12 +91,29 @@ def split_domains(benchmark: Benchmark) -> list[Benchmark]:
     return [Benchmark(f"{benchmark.name}-{domain}", domain, tuple(rows)) for domain, rows in sorted(groups.items())]
 
 
+def with_thinking(benchmark: Benchmark, thinking: Thinking, share: Optional[float]) -> Benchmark:
+    """The same conversations with reasoning on, off, as their rows were answered (mixed), or as the renderer does.
+
+    A conversation that was not answered before thinks in ``share`` of the cases (null: half), chosen by its id.
+    """
+    limits = AnswerLimits(1, 1, thinking_share=0.5 if share is None else share)
+
+    def own(item: Conversation) -> Optional[bool]:
+        if thinking != MIXED:
+            return thinking if isinstance(thinking, bool) else None
+        return limits.thinking(item.id) if item.thinking is None else item.thinking
+
+    return replace(benchmark, conversations=tuple(replace(item, thinking=own(item))
+                                                  for item in benchmark.conversations))
+
+
 def _prompt(history: Sequence[dict[str, Any]], item: Conversation, renderer: Renderer,
             turn: int) -> Optional[DecodeRequest]:
     """Request for the next open slot of ``history``; None, with a warning, if the template refuses it."""
     slot = next(place for place, message in enumerate(history) if is_slot(message))
     try:
-        ids = renderer.prompt_ids(history[:slot], item.tools)
+        own = {} if item.thinking is None else {"thinking": item.thinking}
+        ids = renderer.prompt_ids(history[:slot], item.tools, **own)
     except RenderError as error:
         log.warning("%s turn %d left out: %s", item.id, turn + 1, error)
         return None

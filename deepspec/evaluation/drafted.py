@@ -11,7 +11,8 @@ from torch import Tensor
 
 from deepspec.data.anchors import sample_anchors
 from deepspec.data.batch import Sample
-from deepspec.decoding.draft import DraftState, draft_uniforms
+from deepspec.decoding.draft import draft_uniforms
+from deepspec.decoding.recurrent import draft_state
 from deepspec.decoding.types import DraftProposal
 from deepspec.evaluation.analytic import (
     AnchorValues, Judged, anchor_values, before, judge, rows_at_once, survival,
@@ -49,7 +50,7 @@ class _Reader:
         self._length: int = drafter.shape.draft_length
         longest = max(len(item.input_ids) for item in samples)
         self._cache = target.new_cache(len(samples), longest + self._length)
-        self._drafts = DraftState(drafter, len(samples), tokenizer_size=target.tokenizer_size, capacity=longest)
+        self._drafts = draft_state(drafter, len(samples), tokenizer_size=target.tokenizer_size, capacity=longest)
         lengths = [len(item.input_ids) for item in samples]
         encoded = target.encode(torch.cat([item.input_ids for item in samples]), lengths)
         self._features = encoded.features.split(lengths)
@@ -59,7 +60,8 @@ class _Reader:
         [R * K, V] after the anchor and after each drafted token but the last."""
         for row, anchor in zip(rows, anchors):
             known = self._drafts.context_length(row)
-            self._drafts.append(row, self._features[row][known:anchor])
+            following = self._samples[row].input_ids[known + 1:anchor + 1].tolist()
+            self._drafts.append(row, self._features[row][known:anchor], following)
         ids = [int(self._samples[row].input_ids[anchor]) for row, anchor in zip(rows, anchors)]
         uniforms = draft_uniforms(self._sampling.seed, [self._samples[row].sample_id for row in rows], anchors,
                                   [0] * len(rows), self._length)

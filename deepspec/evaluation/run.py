@@ -5,30 +5,50 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Optional, Sequence
 
 from deepspec import distributed
-from deepspec.config.schema import EvaluateConfig
+from deepspec.config.schema_evaluation import MIXED, EvaluateConfig
+from deepspec.data.batch import Sample
 from deepspec.data.rendering import Renderer
 from deepspec.decoding.decoder import SpeculativeDecoder
+from deepspec.decoding.modes import SCHEDULED
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.decoding.types import DecodeRequest, DecodeResult
-from deepspec.evaluation.benchmarks import Benchmark, first_requests, run_conversations
+from deepspec.evaluation.answers import Answer
+from deepspec.evaluation.benchmarks import Benchmark, Thinking, first_requests, run_conversations, with_thinking
+from deepspec.evaluation.estimate import ANALYTIC, DRAFTED, TEACHER_FORCED, along_answers, at_anchors
 from deepspec.evaluation.greedy import check_greedy
 from deepspec.evaluation.metrics import AcceptanceCounts, require_proposals
 from deepspec.evaluation.summary import Setting, Speed, assemble
+from deepspec.evaluation.values import SettingValues, anchor_arrays
 from deepspec.targets.sampling import Sampling
 
 log = logging.getLogger(__name__)
 _WARMUP_TOKENS = 8
+Progress = Optional[Callable[[int], Any]]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated. ``scheduler`` makes a fresh one, None where scheduled decoding is not possible."""
+    """What is evaluated. ``scheduler`` makes a fresh one for a mode, None where no scheduled decoding is possible."""
 
     target: Any
     drafter: Any
     renderer: Renderer
     draft_length: int
-    scheduler: Optional[Callable[[], ThroughputScheduler]] = None
+    scheduler: Optional[Callable[[str], ThroughputScheduler]] = None
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all ways of decoding of one round of measurements have in common."""
+
+    temperature: float
+    batch_size: int
+    thinking: Thinking = None
+    label: str = ""
+
+    def setting(self, decoding: str, estimator: str = "sampled") -> Setting:
+        """An empty setting of these conditions."""
+        return Setting(self.temperature, decoding, self.batch_size, self.thinking, self.label, estimator)
 
 
 @dataclass
@@ -36,13 +56,17 @@ class _Run:
     """Decodes one benchmark in one way, adding up time and tokens of all turns."""
 
     decoder: SpeculativeDecoder
-    progress: Optional[Callable[[int], Any]] = None
+    progress: Progress = None
     speed: Speed = field(default_factory=Speed)
+    answers: list[Answer] = field(default_factory=list)
 
     def __call__(self, requests: list[DecodeRequest]) -> list[DecodeResult]:
         results = []
+        prompts = {request.id: request.prompt_ids for request in requests}
         for item in self.decoder.decode(requests):
             results.append(item)
+            self.answers.append(Answer(item.id, item.domain, prompts[item.id], item.token_ids,
+                                       item.finish_reason == "stop"))
             if self.progress is not None:
                 self.progress(1)
         if requests:
@@ -50,11 +74,11 @@ class _Run:
         return results
 
 
-def _decoder(subject: Subject, config: EvaluateConfig, temperature: float, mode: str, seed: int) -> SpeculativeDecoder:
-    scheduler = subject.scheduler() if mode == "scheduled" and subject.scheduler is not None else None
+def _decoder(subject: Subject, config: EvaluateConfig, where: Conditions, mode: str, seed: int) -> SpeculativeDecoder:
+    scheduler = subject.scheduler(mode) if mode in SCHEDULED and subject.scheduler is not None else None
     return SpeculativeDecoder(
-        subject.target, subject.drafter, Sampling(temperature=temperature, seed=seed), batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens, mode=mode, scheduler=scheduler)
+        subject.target, subject.drafter, Sampling(temperature=where.temperature, seed=seed),
+        batch_size=where.batch_size, max_new_tokens=config.max_new_tokens, mode=mode, scheduler=scheduler)
 
 
 def _warm_up(subject: Subject, decoder: SpeculativeDecoder, benchmark: Benchmark) -> None:
@@ -64,65 +88,121 @@ def _warm_up(subject: Subject, decoder: SpeculativeDecoder, benchmark: Benchmark
         continue
 
 
-def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: EvaluateConfig, temperature: float,
-                   modes: Sequence[str], *, seed: int, label: str = "",
-                   progress: Optional[Callable[[int], Any]] = None) -> dict[str, Setting]:
-    """Decode every benchmark in every mode at one temperature; prompts are shared out over the ranks.
+def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: EvaluateConfig, where: Conditions,
+                   modes: Sequence[str], *, seed: int, label: str = "", progress: Progress = None,
+                   answers: Optional[dict[str, tuple[str, list[Answer]]]] = None) -> dict[str, Setting]:
+    """Decode every benchmark in every mode under one set of conditions; prompts are shared out over the ranks.
 
     Modes take turns on each benchmark, so that a machine that gets slower does so for all of them. Complete on rank 0;
-    other ranks return what they decoded themselves.
+    other ranks return what they decoded themselves. ``answers`` gets this rank's answers of the target alone by
+    benchmark, with its domain, if that is one of the modes.
     """
-    settings = {mode: Setting(temperature, mode, config.batch_size) for mode in modes}
+    settings = {mode: where.setting(mode) for mode in modes}
     for mode in modes:
         if benchmarks:
-            _warm_up(subject, _decoder(subject, config, temperature, mode, seed), benchmarks[0])
+            _warm_up(subject, _decoder(subject, config, where, mode, seed), benchmarks[0])
     for benchmark in benchmarks:
         own = benchmark.conversations[distributed.rank()::distributed.world_size()]
         for mode in modes:
-            run = _Run(_decoder(subject, config, temperature, mode, seed), progress)
+            run = _Run(_decoder(subject, config, where, mode, seed), progress)
             results = run_conversations(own, subject.renderer, run)
             counts = AcceptanceCounts.of(results, subject.draft_length)
             gathered = distributed.gather_objects((counts, run.speed))
             parts: list[Any] = [(counts, run.speed)] if gathered is None else gathered
             merged = AcceptanceCounts.concatenate(part[0] for part in parts)
             if mode != "none":
-                require_proposals(merged, f"evaluation of {label}{benchmark.name} ({mode}, T={temperature:g})")
+                require_proposals(merged, f"evaluation of {label}{benchmark.name} ({mode}, T={where.temperature:g})")
+            elif answers is not None:
+                answers[benchmark.name] = benchmark.domain, run.answers
             settings[mode].add(benchmark.name, benchmark.domain, merged, Speed.together([part[1] for part in parts]))
     return settings
 
 
-def evaluate(subject: Subject, benchmarks: Sequence[Benchmark], config: EvaluateConfig, *, seed: int,
-             header: dict[str, Any], untrained: Optional[Any] = None, skipped: Optional[dict[str, str]] = None,
-             progress: Optional[Callable[[int], Any]] = None) -> dict[str, Any]:
-    """Content of evaluation.json; complete on rank 0.
+def _computed(subject: Subject, config: EvaluateConfig, where: Conditions, samples: Sequence[Sample],
+              answers: dict[str, tuple[str, list[Answer]]], *, seed: int, progress: Progress) -> list[Setting]:
+    """Settings whose acceptance is computed: along ``answers`` and at anchors of held-out ``samples``."""
+    sampling = Sampling(temperature=where.temperature, seed=seed)
+    found = []
+    if ANALYTIC in config.estimators:
+        found.append(along_answers(subject.target, subject.drafter, answers, where.setting("fixed", ANALYTIC), sampling,
+                                   progress=progress))
+    for estimator in (DRAFTED, TEACHER_FORCED):
+        if estimator in config.estimators and samples:
+            found.append(at_anchors(subject.target, subject.drafter, samples, where.setting("fixed", estimator),
+                                    sampling, anchors=config.anchors, batch_size=where.batch_size, name="held_out",
+                                    progress=progress))
+    return found
 
-    Args:
-        header: drafter, algorithm, block_size, thinking.
-        untrained: a freshly initialised drafter, evaluated like the trained one with fixed lengths; a trained one must
-            beat it clearly.
-        skipped: modes that cannot run, and why.
 
-    Raises:
-        InputRefused: the drafter never proposed anything.
+@dataclass(frozen=True)
+class Evaluation:
+    """Content of evaluation.json, and the values behind each of its settings."""
+
+    report: dict[str, Any]
+    values: dict[str, SettingValues]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What there is to evaluate with.
+
+    ``untrained`` is a freshly initialised drafter, decoded like the trained one with fixed lengths; a trained one must
+    beat it clearly. ``samples`` are held-out responses; ``skipped`` names modes that cannot run, and why.
     """
-    skipped = dict(skipped or {})
-    modes = [mode for mode in config.modes if mode not in skipped]
+
+    benchmarks: Sequence[Benchmark]
+    samples: Sequence[Sample] = ()
+    untrained: Optional[Any] = None
+    skipped: dict[str, str] = field(default_factory=dict)
+    thinking: Sequence[Thinking] = (None,)
+    thinking_share: Optional[float] = None
+
+
+_LABELS = {True: "-thinking", False: "-direct", MIXED: "-mixed", None: ""}
+
+
+def _conditions(material: Material, config: EvaluateConfig) -> list[Conditions]:
+    sizes = list(config.batch_sizes) or [config.batch_size]
+    several = len(material.thinking) > 1
+    return [Conditions(temperature, size, thinking, _LABELS[thinking] if several else "")
+            for thinking in material.thinking for temperature in config.temperatures for size in sizes]
+
+
+def evaluate(subject: Subject, material: Material, config: EvaluateConfig, *, seed: int, header: dict[str, Any],
+             progress: Progress = None) -> Evaluation:
+    """Everything ``config`` asks for; complete on rank 0. ``header`` (drafter, algorithm, block_size) goes on top.
+
+    Raises InputRefused when the drafter never proposed anything.
+    """
+    sampled = "sampled" in config.estimators
+    modes = [mode for mode in config.modes if mode not in material.skipped] if sampled else []
     settings: list[Setting] = []
     baselines: list[Setting] = []
-    for temperature in config.temperatures:
-        done = decode_setting(subject, benchmarks, config, temperature, modes, seed=seed, progress=progress)
-        settings.extend(done.values())
-        if untrained is not None:
-            other = Subject(subject.target, untrained, subject.renderer, subject.draft_length)
-            done = decode_setting(other, benchmarks, config, temperature, ["fixed"], seed=seed, progress=progress,
+    for where in _conditions(material, config):
+        benchmarks = [with_thinking(item, where.thinking, material.thinking_share) for item in material.benchmarks]
+        first = where.batch_size == (list(config.batch_sizes) or [config.batch_size])[0]
+        answers: dict[str, tuple[str, list[Answer]]] = {}
+        needed = modes if not first or ANALYTIC not in config.estimators or "none" in modes else ["none", *modes]
+        done = decode_setting(subject, benchmarks, config, where, needed, seed=seed, progress=progress, answers=answers)
+        settings.extend(done[mode] for mode in modes)
+        if first:
+            settings += _computed(subject, config, where, material.samples, answers, seed=seed, progress=progress)
+        if material.untrained is not None and first:
+            other = Subject(subject.target, material.untrained, subject.renderer, subject.draft_length)
+            done = decode_setting(other, benchmarks, config, where, ["fixed"], seed=seed, progress=progress,
                                   label="the untrained drafter on ")
             baselines.extend(done.values())
-    checks = {}
-    if config.check_greedy and distributed.rank() == 0:
-        for benchmark in benchmarks:
-            requests = first_requests(benchmark.conversations[:config.check_greedy], subject.renderer)
-            checks[benchmark.name] = check_greedy(
-                subject.target, subject.drafter, requests, batch_size=config.batch_size,
-                max_new_tokens=config.max_new_tokens)
-    return assemble(settings, baselines, header=header, resamples=config.bootstrap, seed=seed, greedy_check=checks,
-                    skipped=skipped)
+    report = assemble(settings, baselines, header=header, resamples=config.bootstrap, seed=seed,
+                      greedy_check=_greedy(subject, material.benchmarks, config), skipped=dict(material.skipped))
+    return Evaluation(report, {item.id: SettingValues(
+        item.counts, {} if item.values is None else anchor_arrays(item.values), item.text) for item in settings})
+
+
+def _greedy(subject: Subject, benchmarks: Sequence[Benchmark], config: EvaluateConfig) -> dict[str, dict[str, int]]:
+    """Losslessness at temperature 0 of a few prompts per benchmark, on rank 0."""
+    if not config.check_greedy or distributed.rank() != 0:
+        return {}
+    return {benchmark.name: check_greedy(
+        subject.target, subject.drafter, first_requests(benchmark.conversations[:config.check_greedy],
+                                                        subject.renderer),
+        batch_size=config.batch_size, max_new_tokens=config.max_new_tokens) for benchmark in benchmarks}

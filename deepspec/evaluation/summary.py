@@ -7,6 +7,8 @@ import numpy as np
 
 from deepspec.artifacts import SCHEMA_VERSION
 from deepspec.decoding.types import DecodeTimings
+from deepspec.evaluation.analytic import AnchorValues
+from deepspec.evaluation.benchmarks import Thinking
 from deepspec.evaluation.bootstrap import acceptance_length_interval, percentile_interval, ratio_bootstrap
 from deepspec.evaluation.metrics import DEFINITIONS, AcceptanceCounts, latency_per_token, summary
 from deepspec.evaluation.paired import compare
@@ -21,19 +23,20 @@ class Speed:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     steps: int = 0
+    draft_steps: int = 0  # of these, with a proposal
 
     def plus(self, timings: DecodeTimings) -> "Speed":
         """With another decode call of the same rank."""
         return Speed(self.tokens + timings.tokens, self.seconds + timings.total_seconds,
                      self.draft_seconds + timings.draft_seconds, self.verify_seconds + timings.verify_seconds,
-                     self.steps + timings.steps)
+                     self.steps + timings.steps, self.draft_steps + timings.draft_steps)
 
     @classmethod
     def together(cls, parts: Sequence["Speed"]) -> "Speed":
         """Of ranks that ran at the same time."""
         return cls(sum(part.tokens for part in parts), max(part.seconds for part in parts),
                    sum(part.draft_seconds for part in parts), sum(part.verify_seconds for part in parts),
-                   sum(part.steps for part in parts))
+                   sum(part.steps for part in parts), sum(part.draft_steps for part in parts))
 
     @classmethod
     def pooled(cls, parts: Sequence["Speed"]) -> "Speed":
@@ -45,14 +48,26 @@ class Speed:
         """Generated tokens per wall second."""
         return self.tokens / self.seconds if self.seconds > 0 else None
 
+    @property
+    def round_ms(self) -> dict[str, Optional[float]]:
+        """Milliseconds of drafting and of verifying in one round of a whole batch."""
+        return {"draft_ms": 1e3 * self.draft_seconds / self.draft_steps if self.draft_steps else None,
+                "verify_ms": 1e3 * self.verify_seconds / self.steps if self.steps else None}
+
 
 @dataclass
 class Setting:
-    """One way of decoding all benchmarks."""
+    """One way of decoding all benchmarks, or of computing what decoding would accept."""
 
     temperature: float
     decoding: str  # none | fixed | scheduled
     batch_size: int
+    thinking: Thinking = None
+    label: str = ""  # of ``thinking`` in the id, where there is more than one
+    estimator: str = "sampled"  # sampled | analytic | drafted | teacher_forced
+    anchors: dict[str, int] = field(default_factory=dict)  # of each benchmark, where acceptance was computed
+    values: Optional[AnchorValues] = None
+    text: Optional[str] = None  # hash of the tokens that were read
     counts: dict[str, AcceptanceCounts] = field(default_factory=dict)
     speeds: dict[str, Speed] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)  # of each benchmark
@@ -64,7 +79,13 @@ class Setting:
     @property
     def id(self) -> str:
         """Key in the file."""
-        return f"t{self.temperature:g}-b{self.batch_size}-{self.decoding}"
+        kind = f"b{self.batch_size}-{self.decoding}" if self.estimator == "sampled" else self.estimator
+        return f"t{self.temperature:g}-{kind}{self.label}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Conditions under which two ways of decoding can be compared."""
+        return self.temperature, self.thinking, self.batch_size, self.estimator
 
 
 def _rates(speed: Speed, alone: Optional[Speed]) -> dict[str, Optional[float]]:
@@ -80,7 +101,7 @@ def _entry(counts: AcceptanceCounts, speed: Speed, alone: Optional[Speed], resam
     latency = None
     if tau and speed.steps:
         latency = latency_per_token(speed.draft_seconds / speed.steps, speed.verify_seconds / speed.steps, tau)
-    return values | _rates(speed, alone) | {
+    return values | _rates(speed, alone) | speed.round_ms | {
         "acceptance_length_ci95": acceptance_length_interval(counts, resamples, seed), "latency_per_token": latency}
 
 
@@ -107,10 +128,15 @@ def _macro(setting: Setting, entries: dict[str, dict[str, Any]], alone: Optional
             **_rates(Speed.pooled(list(setting.speeds.values())), base)}
 
 
-def describe(setting: Setting, alone: Optional[Setting], *, thinking: Any, resamples: int, seed: int) -> dict[str, Any]:
+def _anchors(setting: Setting, names: Sequence[str]) -> dict[str, int]:
+    """How many anchors were looked at; nothing where rounds were decoded."""
+    return {"anchors": sum(setting.anchors[name] for name in names)} if setting.anchors else {}
+
+
+def describe(setting: Setting, alone: Optional[Setting], *, resamples: int, seed: int) -> dict[str, Any]:
     """One entry of ``settings``."""
     benchmarks = {
-        name: {"domain": setting.domains[name]} | _entry(
+        name: {"domain": setting.domains[name]} | _anchors(setting, [name]) | _entry(
             counts, setting.speeds[name], None if alone is None else alone.speeds[name], resamples, seed)
         for name, counts in setting.counts.items()
     }
@@ -118,11 +144,14 @@ def describe(setting: Setting, alone: Optional[Setting], *, thinking: Any, resam
     for domain in sorted(set(setting.domains.values())):
         names = [name for name, own in setting.domains.items() if own == domain]
         base = None if alone is None else Speed.pooled([alone.speeds[name] for name in names])
-        domains[domain] = _entry(AcceptanceCounts.concatenate(setting.counts[name] for name in names),
-                                 Speed.pooled([setting.speeds[name] for name in names]), base, resamples, seed)
-    return {"temperature": setting.temperature, "thinking": thinking, "mode": "sampled", "decoding": setting.decoding,
-            "batch_size": setting.batch_size, "benchmarks": benchmarks, "domains": domains,
-            "macro": _macro(setting, benchmarks, alone, resamples, seed)}
+        domains[domain] = _anchors(setting, names) | _entry(
+            AcceptanceCounts.concatenate(setting.counts[name] for name in names),
+            Speed.pooled([setting.speeds[name] for name in names]), base, resamples, seed)
+        domains[domain]["acceptance_length_macro"] = _mean([benchmarks[name]["acceptance_length"] for name in names])
+    return {"temperature": setting.temperature, "thinking": setting.thinking,
+            "mode": "sampled" if setting.estimator == "sampled" else "analytic", "estimator": setting.estimator,
+            "decoding": setting.decoding, "batch_size": setting.batch_size, "benchmarks": benchmarks,
+            "domains": domains, "macro": _macro(setting, benchmarks, alone, resamples, seed)}
 
 
 def _against(trained: Optional[Setting], baseline: Setting, resamples: int, seed: int) -> Optional[dict[str, Any]]:
@@ -137,22 +166,24 @@ def _against(trained: Optional[Setting], baseline: Setting, resamples: int, seed
 
 def assemble(settings: Sequence[Setting], baselines: Sequence[Setting], *, header: dict[str, Any], resamples: int,
              seed: int, greedy_check: dict[str, Any], skipped: dict[str, str]) -> dict[str, Any]:
-    """The whole file. ``macro`` repeats the default setting's: the first with fixed lengths, else the first."""
-    by_key = {(item.temperature, item.decoding): item for item in settings}
-    thinking = header.get("thinking")
-    described = {item.id: describe(item, by_key.get((item.temperature, "none")), thinking=thinking, resamples=resamples,
-                                   seed=seed) for item in settings}
+    """The whole file. ``macro`` repeats the default setting's: the first with fixed lengths, else the first.
+
+    Decoded settings come first, so that the default one is decoded where anything was.
+    """
+    settings = sorted(settings, key=lambda item: item.estimator != "sampled")
+    by_key = {(item.decoding, *item.key): item for item in settings}
+    described = {item.id: describe(item, by_key.get(("none", *item.key)), resamples=resamples, seed=seed)
+                 for item in settings}
     first: Optional[dict[str, Any]] = None
     for item in baselines:
-        alone = by_key.get((item.temperature, "none"))
-        values = describe(item, alone, thinking=thinking, resamples=resamples, seed=seed)
+        values = describe(item, by_key.get(("none", *item.key)), resamples=resamples, seed=seed)
         values |= {"drafter": "untrained", "trained_minus_untrained": _against(
-            by_key.get((item.temperature, "fixed")), item, resamples, seed)}
+            by_key.get(("fixed", *item.key)), item, resamples, seed)}
         described[f"{item.id}-untrained"] = values
         first = values if first is None else first
     default = next((item for item in settings if item.decoding == "fixed"), settings[0] if settings else None)
     return {
-        **{key: value for key, value in header.items() if key != "thinking"}, "schema_version": SCHEMA_VERSION,
+        **header, "schema_version": SCHEMA_VERSION,
         "settings": described, "default_setting": None if default is None else default.id,
         "macro": None if default is None else described[default.id]["macro"], "untrained": first,
         "greedy_check": greedy_check, "skipped": skipped, "definitions": DEFINITIONS, "seed": seed,

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Callable, Optional
+from typing import Callable, Optional, Sequence
 
 import torch
 from tqdm import tqdm
@@ -13,13 +13,19 @@ from deepspec.calibration import Calibration
 from deepspec.calibration.head import load_confidence
 from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import Config
+from deepspec.config.schema_evaluation import MIXED
+from deepspec.data.batch import Sample
 from deepspec.data.rendering import Renderer
+from deepspec.data.samples import load_samples
 from deepspec.decoding.cost import CostTable
+from deepspec.decoding.modes import SCHEDULED
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.drafters.registry import build_drafter
 from deepspec.errors import InputRefused
-from deepspec.evaluation.benchmarks import load_benchmark, split_domains
-from deepspec.evaluation.run import Subject, evaluate
+from deepspec.evaluation.benchmarks import HELD_OUT, Thinking, load_benchmark, split_domains
+from deepspec.evaluation.estimate import DRAFTED, TEACHER_FORCED
+from deepspec.evaluation.run import Material, Subject, evaluate
+from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import RECORDS_FILE, SPS_FILE, conditions
 from deepspec.scheduling import SpsTable
 from deepspec.training.session import RunSession, load_run
@@ -28,8 +34,8 @@ log = logging.getLogger(__name__)
 EVALUATION_FILE = "evaluation.json"
 
 
-def scheduler_factory(config: Config, session: RunSession) -> Callable[[], ThroughputScheduler]:
-    """Makes schedulers from this run's profile and calibration.
+def scheduler_factory(config: Config, session: RunSession) -> Callable[[str], ThroughputScheduler]:
+    """Makes schedulers, by mode, from this run's profile and calibration.
 
     Raises InputRefused when the profile is missing, flat or of other hardware, dtype, target or drafter, or when the
     calibration is of another drafter.
@@ -44,7 +50,7 @@ def scheduler_factory(config: Config, session: RunSession) -> Callable[[], Throu
         temperatures = Calibration.load(path, block_size=length, drafter_sha256=session.drafter_sha256).temperatures
     elif session.drafter.shape.confidence_head:
         log.warning("%s is missing: the scheduler uses uncalibrated confidences; launch/calibrate.py makes it", path)
-    return lambda: ThroughputScheduler(cost, length, temperatures=temperatures)
+    return lambda mode: ThroughputScheduler(cost, length, temperatures=temperatures)
 
 
 def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
@@ -56,35 +62,63 @@ def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
     return fresh.to(parameter.device, parameter.dtype).eval().requires_grad_(False)
 
 
-def run(config: Config) -> None:
-    """Decode all benchmarks on all ranks and write ``evaluation.json`` on rank 0."""
-    session = load_run(config)
-    load_confidence(run_dir(config), session.drafter, session.drafter_sha256)
+def _thinking(config: Config) -> list[Thinking]:
+    """The kinds of conversations to evaluate on."""
+    own: Thinking = config.target.thinking if config.responses.thinking_share is None else MIXED
+    return list(config.evaluate.thinking) or [own]
+
+
+def _held_out(config: Config, session: RunSession) -> Sequence[Sample]:
+    """Held-out responses, where an estimator reads them."""
+    if not {DRAFTED, TEACHER_FORCED} & set(config.evaluate.estimators):
+        return ()
+    samples = load_samples(responses_dir(config), HELD_OUT, config.data.max_length,
+                           vocab_size=session.target.spec.vocab_size, mask_token_id=config.target.mask_token_id)
+    if not samples:
+        raise InputRefused(f"evaluate.estimators={list(config.evaluate.estimators)} needs held-out responses, but "
+                           f"{responses_dir(config)} has none. Raise data.min_held_out and run "
+                           "data_prep/collect_prompts.py and data_prep/generate_responses.py again.")
+    return samples
+
+
+def _material(config: Config, session: RunSession) -> tuple[Material, Optional[Callable[[str], ThroughputScheduler]]]:
+    """What to evaluate with, and a maker of schedulers if there can be any."""
     options = config.evaluate
-    benchmarks = [part for item in options.benchmarks
-                  for part in split_domains(load_benchmark(item, responses_dir(config)))]
     skipped: dict[str, str] = {}
-    factory: Optional[Callable[[], ThroughputScheduler]] = None
-    if "scheduled" in options.modes:
+    factory: Optional[Callable[[str], ThroughputScheduler]] = None
+    scheduled = [mode for mode in options.modes if mode in SCHEDULED]
+    if scheduled:
         try:
             factory = scheduler_factory(config, session)
         except InputRefused as error:
-            skipped["scheduled"] = str(error)
-            log.warning("scheduled decoding is left out: %s", error)
-    shape = session.drafter.shape
-    subject = Subject(session.target, session.drafter, Renderer(session.target.tokenizer, config.target.thinking,
-                                                                config.target.name), shape.draft_length, factory)
-    untrained = _untrained(config, session) if options.baseline_untrained else None
+            skipped = dict.fromkeys(scheduled, str(error))
+            log.warning("%s decoding is left out: %s", " and ".join(scheduled), error)
+    benchmarks = [part for item in options.benchmarks
+                  for part in split_domains(load_benchmark(item, responses_dir(config)))]
+    return Material(benchmarks, samples=_held_out(config, session), skipped=skipped, thinking=_thinking(config),
+                    untrained=_untrained(config, session) if options.baseline_untrained else None,
+                    thinking_share=config.responses.thinking_share), factory
+
+
+def run(config: Config) -> None:
+    """Evaluate on all ranks and write ``evaluation.json`` and the values behind it on rank 0."""
+    session = load_run(config)
+    load_confidence(run_dir(config), session.drafter, session.drafter_sha256)
+    options, shape, target = config.evaluate, session.drafter.shape, session.target
+    material, factory = _material(config, session)
+    subject = Subject(target, session.drafter, Renderer(target.tokenizer, config.target.thinking, config.target.name),
+                      shape.draft_length, factory)
     header = {"drafter": session.drafter_sha256, "algorithm": shape.algorithm, "block_size": shape.block_size,
-              "draft_length": shape.draft_length, "step": session.step, "target_sha256": session.target.fingerprint,
-              "thinking": config.target.thinking, "max_new_tokens": options.max_new_tokens,
-              "hardware": conditions(session.target)["hardware"], "world_size": distributed.world_size()}
+              "draft_length": shape.draft_length, "step": session.step, "target_sha256": target.fingerprint,
+              "max_new_tokens": options.max_new_tokens, "hardware": conditions(target)["hardware"],
+              "world_size": distributed.world_size()}
     with tqdm(desc="evaluate", unit="answer", disable=not sys.stderr.isatty() or distributed.rank() != 0) as bar:
-        report = evaluate(subject, benchmarks, options, seed=config.run.seed, header=header, untrained=untrained,
-                          skipped=skipped, progress=bar.update)
+        found = evaluate(subject, material, options, seed=config.run.seed, header=header, progress=bar.update)
     if distributed.rank() == 0:
-        atomic_write_json(run_dir(config) / EVALUATION_FILE, report)
-        for line in table(report):
+        atomic_write_json(run_dir(config) / EVALUATION_FILE, found.report)
+        save_values(run_dir(config), found.values, drafter_sha256=session.drafter_sha256,
+                    target_sha256=target.fingerprint, seed=config.run.seed)
+        for line in table(found.report):
             log.info("%s", line)
 
 
