@@ -90,6 +90,7 @@ def reload_parity(folder: Path, drafter: nn.Module, dtype: torch.dtype) -> Reloa
     )
 
 
+@torch.no_grad()
 def _confidence_difference(reference: nn.Module, loaded: nn.Module) -> float:
     """Largest difference of the two confidence heads' logits on fixed inputs; 0 where there is no head."""
     if getattr(reference, "confidence_head", None) is None:
