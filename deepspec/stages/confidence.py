@@ -16,6 +16,7 @@ from deepspec.calibration import (
     ConfidenceRecords, RecordsOrigin, auc, balanced_order, brier, fit_temperatures, sigmoid, split_conversations,
     survival_probability,
 )
+from deepspec.calibration.compare import compare_heads
 from deepspec.calibration.fit import cumulative_ece
 from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tensors, read_head, save_head, set_head
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
@@ -110,7 +111,8 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     """
     options, target, drafter = config.confidence, session.target, session.drafter
     length = drafter.shape.draft_length
-    origin = RecordsOrigin(length, session.drafter_sha256, options.temperature, (1.0,) * length)
+    origin = RecordsOrigin(length, session.drafter_sha256, options.temperature, (1.0,) * length,
+                           thinking=config.target.thinking)
     sampling = Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET)
     decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
                                  max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
@@ -192,6 +194,8 @@ def choose_head(records: ConfidenceRecords, joint: LinearHead,
     summary |= {
         "chosen": result.chosen,
         "refit": measure(rescored.select(part == "fit"), rescored.select(part == "report"), bins),
+        "comparison": compare_heads(report, report.logits, rescored.logits[part == "report"], num_bins=bins,
+                                    draws=config.calibration.bootstrap, seed=config.run.seed) if len(report) else None,
         "validation": {name: None if isinstance(value, float) and not np.isfinite(value) else value
                        for name, value in values.items()},
     }
@@ -209,6 +213,11 @@ def _log_comparison(summary: dict[str, Any]) -> None:
             means[column] = sum(present) / len(present) if present else float("nan")
         log.info("  %-5s head, means over positions: AUC %.3f  Brier %.4f  ECE %.4f, %.4f after temperature scaling",
                  name, means["auc"], means["brier"], means["ece"], means["ece_scaled"])
+    for name, entry in (summary.get("comparison") or {}).items():
+        if entry["difference"] is not None:
+            low, high = entry["difference_ci95"] or (float("nan"), float("nan"))
+            log.info("  refit minus joint, %s: %+.4f (95 %% interval %+.4f to %+.4f)", name, entry["difference"], low,
+                     high)
 
 
 def run(config: Config) -> None:
