@@ -1,13 +1,23 @@
-"""Ranks, devices and collectives. The only place that starts a process group; works without any launcher."""
+"""Ranks, devices and collectives. The only place that starts a process group; works without any launcher.
+
+One launch may be split: its last ranks then only run the target, and everything here, like DeepSpeed's default group,
+is about the others, which train. What passes between the two has a group of its own (``Split.connect``).
+"""
 
 import os
 import socket
+import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
-from deepspec.errors import ConfigError
+from deepspec.errors import ConfigError, UserError
+
+_POLL_SECONDS = 0.2
+_LEAVE_SECONDS = 30.0
 
 
 def rank() -> int:
@@ -48,10 +58,9 @@ def init(timeout_seconds: float = 1800.0) -> None:
     """
     if torch.distributed.is_initialized():
         return
-    if "MASTER_ADDR" not in os.environ and world_size() > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size()} is set but MASTER_ADDR is not. Start through the deepspeed launcher."
-        )
+    if _split is not None and _split.is_target:
+        raise RuntimeError("a target rank is in no process group of the trainers")
+    _require_address()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -67,13 +76,28 @@ def init(timeout_seconds: float = 1800.0) -> None:
     if world_size() == 1:
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif _split is not None:
+        torch.distributed.init_process_group(backend, store=PrefixStore("trainers", _split.store), rank=rank(),
+                                             world_size=world_size(), timeout=timeout)
     try:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(f"Port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is in use, by "
-                          "another job perhaps. Give this one its own: deepspeed --master_port 29501 ...") from None
+        raise _port_in_use(error) from None
+
+
+def _require_address() -> None:
+    if "MASTER_ADDR" not in os.environ and world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()} is set but MASTER_ADDR is not. Start through the deepspeed launcher."
+        )
+
+
+def _port_in_use(error: Exception) -> Exception:
+    """What to say of an error that came up while a port was opened."""
+    if "EADDRINUSE" not in str(error):
+        return error
+    return ConfigError(f"Port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is in use, by "
+                       "another job perhaps. Give this one its own: deepspeed --master_port 29501 ...")
 
 
 def _time_limit(seconds: float) -> timedelta:
@@ -138,3 +162,94 @@ def gather_objects(value: object) -> Optional[list[object]]:
     box: Optional[list[object]] = [None] * world_size() if rank() == 0 else None
     torch.distributed.gather_object(value, box, dst=0)
     return box
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ranks 0 .. ``trainers`` - 1 of the launch train, the last ``targets`` run the target for them.
+
+    ``store`` is shared by all of them; rank 0 holds it, so it ends with rank 0.
+    """
+
+    rank: int  # in the launch
+    trainers: int
+    targets: int
+    store: Any
+
+    @property
+    def is_target(self) -> bool:
+        """Whether this process runs the target."""
+        return self.rank >= self.trainers
+
+    def tell(self, key: str, text: str = "") -> None:
+        """Leave ``text`` for the other side under ``key``."""
+        self.store.set(f"split/{key}", text)
+
+    def told(self, key: str) -> Optional[str]:
+        """What was left under ``key``; None if nothing was. Raises UserError when rank 0 is gone."""
+        try:
+            if not self.store.check([f"split/{key}"]):
+                return None
+            return self.store.get(f"split/{key}").decode()
+        except torch.distributed.DistError:
+            raise UserError("Rank 0 has ended, and this rank with it; the reason is among rank 0's messages. After a "
+                            "failure start the same command again: it continues from the last checkpoint.") from None
+
+    def wait(self, *keys: str, seconds: float = float("inf"), check: Callable[[], None] = lambda: None) -> str:
+        """The first of ``keys`` that is there, "" after ``seconds``; ``check`` is called meanwhile and may raise."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for key in keys:
+                if self.told(key) is not None:
+                    return key
+            check()
+            time.sleep(_POLL_SECONDS)
+        return ""
+
+    def connect(self, timeout_seconds: float = 1800.0) -> Any:
+        """A gloo group of all ranks of the launch, beside the default group. Every rank must call this."""
+        return torch.distributed.ProcessGroupGloo(PrefixStore("features", self.store), self.rank,
+                                                  self.trainers + self.targets, _time_limit(timeout_seconds))
+
+    def leave(self) -> None:
+        """The last thing a process does: rank 0 lets the target ranks go and keeps the store until they are gone."""
+        try:
+            if self.is_target:
+                self.tell(f"left-{self.rank}")
+            elif self.rank == 0:
+                self.tell("over")
+                for target in range(self.trainers, self.trainers + self.targets):
+                    self.wait(f"left-{target}", seconds=_LEAVE_SECONDS)
+        except (torch.distributed.DistError, UserError):
+            pass  # the other side has failed, and has said so
+
+
+_split: Optional[Split] = None
+
+
+def split(targets: int) -> Split:
+    """Divide this launch once, before any group is started. Trainers then see a world of their own.
+
+    Raises ConfigError where no trainer would be left.
+    """
+    global _split
+    if _split is not None:
+        return _split
+    trainers = world_size() - targets
+    if trainers < 1:
+        raise ConfigError(f"target.ranks={targets} of {world_size()} ranks leave none to train. Start more ranks "
+                          f"(deepspeed --num_gpus {targets + 1} ...) or lower target.ranks.")
+    _require_address()
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank() == 0,
+                         wait_for_workers=False, timeout=_time_limit(1800.0))
+    except torch.distributed.DistNetworkError as error:
+        raise _port_in_use(error) from None
+    _split = Split(rank(), trainers, targets, store)
+    os.environ["WORLD_SIZE"] = str(1 if _split.is_target else trainers)
+    return _split
+
+
+def current_split() -> Optional[Split]:
+    """How this launch is divided, if it is."""
+    return _split

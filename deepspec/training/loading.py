@@ -7,6 +7,7 @@ the training thread.
 import queue
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, Optional
@@ -19,6 +20,7 @@ from deepspec.training.clock import StepClock
 from deepspec.training.packs import Packer, Window, pinned
 
 _POLL_SECONDS = 0.1  # how often a thread that waits looks whether it is still needed
+_FIRST_EPOCH_OVER = object()  # in the place of a window
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,16 @@ class Loader:
 
     ``ahead`` packs wait in a queue while one more is being made; 0 makes them in the training thread when they are
     asked for. What goes wrong in the thread is raised in the training thread, where the pack would have come.
+
+    A source with ``announce`` is told which packs come next, as many as it wants to know. One that is ``filling`` a
+    store in the first epoch gets its ``finish`` called after that, in the training thread of every rank.
     """
 
     def __init__(self, packer: Packer, windows: Iterable[Window], ahead: int) -> None:
         self._packer, self._windows = packer, windows
         self._items = self._produce()
         self._reading = threading.Lock()
+        self._finished = threading.Event()
         self._stop = threading.Event()
         self._queue: queue.Queue[tuple[Any, Optional[BaseException]]] = queue.Queue(maxsize=max(1, ahead))
         self._thread = threading.Thread(target=self._run, name="packs", daemon=True) if ahead > 0 else None
@@ -65,6 +71,10 @@ class Loader:
             head = self._next(clock)
             if head is None:
                 return
+            if head is _FIRST_EPOCH_OVER:
+                self._packer.source.finish()  # type: ignore[union-attr]  # it said that it is filling
+                self._finished.set()
+                continue
             window, weights = head
             yield LoadedWindow(window, weights, self._packs(len(window.steps), clock), clock, started)
 
@@ -80,10 +90,29 @@ class Loader:
 
     def _produce(self) -> Iterator[Any]:
         """Head and packs of each window in turn."""
-        for window in self._windows:
+        for window in self._announced():
+            if window.epoch > 0 and getattr(self._packer.source, "filling", False):
+                yield _FIRST_EPOCH_OVER
             yield window, self._packer.weights(window)
             for step in window.steps:
                 yield self._packer.pack(step, window.epoch)
+
+    def _announced(self) -> Iterator[Window]:
+        """The windows, a few later when the source wants to know what comes next."""
+        source, windows = self._packer.source, iter(self._windows)
+        known: deque[Window] = deque()
+        while True:
+            while not known or getattr(source, "wanted", 0) > 0:
+                window = next(windows, None)
+                if window is None:
+                    break
+                known.append(window)
+                for step in window.steps if hasattr(source, "announce") else ():
+                    if not step.weightless:
+                        source.announce(step.indices)
+            if not known:
+                return
+            yield known.popleft()
 
     def _next(self, clock: StepClock) -> Any:
         clock.mark("other")
@@ -108,6 +137,8 @@ class Loader:
             except BaseException as caught:  # noqa: B036 - raised again in the training thread
                 item, error = None, caught
             self._put((item, error))
+            while item is _FIRST_EPOCH_OVER and not self._stop.is_set() and not self._finished.wait(_POLL_SECONDS):
+                pass
 
     def _put(self, entry: tuple[Any, Optional[BaseException]]) -> None:
         while not self._stop.is_set():
