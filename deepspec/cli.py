@@ -1,6 +1,7 @@
 """What every script does before and around its stages: command line, checks, exit codes."""
 
 import errno
+import importlib
 import json
 import logging
 import os
@@ -15,8 +16,8 @@ from omegaconf import DictConfig
 
 from deepspec.artifacts import atomic_write_json
 from deepspec.config.compose import (
-    CONF_DIR, adapt_argv, compose_checked, compose_config, is_help, parse_overrides, quiet_third_party,
-    register_schema, split_argv, to_config,
+    CONF_DIR, adapt_argv, compose_checked, compose_config, is_help, known_keys, options, parse_overrides,
+    quiet_third_party, register_schema, split_argv, to_config,
 )
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, UserError
@@ -33,15 +34,21 @@ _ENVIRONMENT = {
 }
 
 
-def main(config_name: str, stages: Optional[Sequence[str]] = None) -> None:
+def main(config_name: str, stages: Optional[Sequence[str]] = None, *, job: Optional[str] = None) -> None:
     """Entry of a script. ``stages`` fixes what it runs; None takes ``stages`` from the configuration (the main job).
 
-    Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 3 input refused.
+    ``job`` names a package of ``deepspec`` whose ``run.run(config)`` runs instead of stages and returns the exit code;
+    options of its own config group may be written without the group's name.
+
+    Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 3 input refused; a job may have more.
     """
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    if job is not None:
+        stages = ()
+        sys.argv = [sys.argv[0], *(in_group(argument, job) for argument in sys.argv[1:])]
     try:
-        flags, overrides = _prepare(config_name, stages)
+        flags, overrides = _prepare(config_name, stages, job)
     except UserError as error:
         _exit(error, all_ranks=False)
     register_schema()
@@ -49,12 +56,24 @@ def main(config_name: str, stages: Optional[Sequence[str]] = None) -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
     def task(composed: DictConfig) -> None:
-        _run(to_config(composed), overrides, stages)
+        _run(to_config(composed), overrides, stages, job)
 
     task()
 
 
-def _prepare(config_name: str, stages: Optional[Sequence[str]]) -> tuple[list[str], list[str]]:
+def in_group(argument: str, group: str) -> str:
+    """``key=value`` as ``group.key=value`` where the group has that option and no other meaning comes first.
+
+    A name that is also a config group keeps that meaning when the value is one of its choices (``drafter=dflash``).
+    """
+    key, separator, value = argument.partition("=")
+    own = {name.rpartition(".")[2] for name in known_keys() if name.rpartition(".")[0] == group}
+    if not separator or key not in own or value in options(key):
+        return argument
+    return f"{group}.{argument}"
+
+
+def _prepare(config_name: str, stages: Optional[Sequence[str]], job: Optional[str]) -> tuple[list[str], list[str]]:
     """Check the whole command before torch is imported. Returns Hydra's flags and the overrides."""
     overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
     overrides = with_stored_overrides(overrides)
@@ -73,7 +92,12 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]]) -> tuple[list[st
         if os.environ.get("RANK", "0") == "0":
             sys.stdout.write(render(make_plan(config)) + "\n")
         raise SystemExit(0)
-    preflight(config, chosen)
+    if job is None:
+        preflight(config, chosen)
+    else:
+        from deepspec.planning.jobs import check_job
+
+        check_job(config, job)
     return flags, overrides
 
 
@@ -98,7 +122,7 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
     return [text for text in stored if parse_overrides([text])[0].key_or_group not in parsed] + overrides
 
 
-def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) -> None:
+def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]], job: Optional[str] = None) -> None:
     quiet_third_party()
     from deepspec.stages.pipeline import run_stages
     from deepspec.training.signals import ignore_save_requests, watch_launcher
@@ -106,6 +130,11 @@ def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]]) 
     ignore_save_requests()
     watch_launcher()
     try:
+        if job is not None:
+            code = importlib.import_module(f"deepspec.{job}.run").run(config)
+            if code:
+                raise SystemExit(code)
+            return
         path = Path(config.run.dir) / OVERRIDES
         is_main_job = stages is None and os.environ.get("RANK", "0") == "0"
         if is_main_job and not path.is_file():

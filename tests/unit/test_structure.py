@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors", "artifacts", "config", "distributed", "kernels", "targets", "data", "drafters", "objective",
-    "calibration", "scheduling", "decoding", "profiling", "evaluation", "tracking", "training", "export", "planning",
-    "report", "stages", "runs", "cli",
+    "calibration", "scheduling", "decoding", "profiling", "simulation", "evaluation", "tracking", "training", "export",
+    "planning", "report", "doctor", "stages", "runs", "cli",
 )
 ONLY_IN = {
     "hydra": {"config", "cli"}, "omegaconf": {"config", "cli"}, "wandb": {"tracking"},

@@ -1,0 +1,85 @@
+"""What a drafter would have accepted on a known text: the rounds of greedy decoding without the target's forwards.
+
+At temperature 0 verification accepts a draft token when it is the next token of the text, so features and text decide
+every round. K draft tokens, D width, M feature layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspec.decoding.draft import DraftState
+from deepspec.doctor.counts import Counts, PromptCounts
+from deepspec.doctor.reference import Text
+from deepspec.targets.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A drafter as some engine might run it: which layers feed it, and whether it sees the prompt's features."""
+
+    drafter: Any
+    layers: tuple[int, ...]
+    prompt_context: bool = True
+
+
+@dataclass
+class _Row:
+    text: Text
+    features: Tensor  # [T, M*D]
+    anchor: int
+    rounds: int
+    accepted: list[int]
+
+    @property
+    def open(self) -> bool:
+        """Whether another round follows: the answer is not complete, and the text goes on far enough to judge it."""
+        made = self.anchor + 1 - len(self.text.prompt)
+        return made < len(self.text.answer) and self.anchor + len(self.accepted) < len(self.text.ids)
+
+
+def _features(variant: Variant, text: Text, states: Mapping[int, Tensor]) -> Tensor:
+    features = torch.cat([states[layer] for layer in variant.layers], dim=-1)
+    if not variant.prompt_context:
+        features = features.clone()
+        features[:len(text.prompt)] = 0.0
+    return features
+
+
+@torch.no_grad()
+def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+           tokenizer_size: int) -> Counts:
+    """Greedy rounds of ``variant`` over ``texts``, all texts together; ``states``: layer outputs per text.
+
+    The first token of an answer comes from the prefill, as in an engine. A last round that the text is too short to
+    judge is left out.
+    """
+    length = variant.drafter.shape.draft_length
+    drafts = DraftState(variant.drafter, len(texts), tokenizer_size=tokenizer_size,
+                        capacity=max(len(text.ids) for text in texts))
+    rows = []
+    for place, text in enumerate(texts):
+        row = _Row(text, _features(variant, text, states[place]), len(text.prompt), 0, [0] * length)
+        drafts.append(place, row.features[:row.anchor])
+        rows.append(row)
+    sampling, uniforms = Sampling(temperature=0.0), torch.zeros(len(rows), length)
+    while True:
+        alive = [place for place, row in enumerate(rows) if row.open]
+        if not alive:
+            break
+        anchors = [rows[place].text.ids[rows[place].anchor] for place in alive]
+        proposal = drafts.propose(alive, anchors, uniforms[:len(alive)], sampling)
+        for place, drafted in zip(alive, proposal.ids.tolist()):
+            row = rows[place]
+            following = row.text.ids[row.anchor + 1:row.anchor + 1 + length]
+            kept = 0
+            while kept < len(following) and drafted[kept] == following[kept]:
+                row.accepted[kept] += 1
+                kept += 1
+            row.rounds += 1
+            drafts.append(place, row.features[row.anchor:row.anchor + kept + 1])
+            row.anchor += kept + 1
+    return Counts(tuple(PromptCounts(row.rounds, row.rounds * length, sum(row.accepted), tuple(row.accepted))
+                        for row in rows))

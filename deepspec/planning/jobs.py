@@ -1,0 +1,60 @@
+"""What must be there before a job that is no pipeline stage starts, looked at without torch."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Callable
+from urllib.parse import urlsplit
+
+from deepspec.config import paths
+from deepspec.config.schema import Config
+from deepspec.errors import ConfigError, InputRefused
+
+_CONNECT_SECONDS = 2.0
+
+
+def check_endpoint(key: str, endpoint: str) -> None:
+    """Refuse a server that nobody listens at."""
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        raise InputRefused(f"{key}={endpoint!r} does not answer ({error}). Start the server (export/serving/launch.md "
+                           "has the command), or give its address.") from None
+
+
+def served_folder(config: Config) -> Path:
+    """The folder the server is said to serve: ``doctor.drafter``, or the run's export."""
+    return Path(config.doctor.drafter or paths.run_dir(config) / "export").expanduser()
+
+
+def _doctor(config: Config) -> None:
+    options = config.doctor
+    if not options.endpoint:
+        raise ConfigError("doctor.endpoint is not set: give the server's address, endpoint=http://host:port.")
+    if not (served_folder(config) / "config.json").is_file():
+        raise InputRefused(f"doctor.drafter={str(served_folder(config))!r} has no config.json: it is no drafter. Give "
+                           "the folder that the server was started with, drafter=DIR.")
+    if not (paths.run_dir(config) / "checkpoints").is_dir():
+        raise InputRefused(f"run.dir={config.run.dir!r} holds no checkpoints, so there is nothing to compare the "
+                           "server with. Give the run that trained the drafter, run.dir=DIR.")
+    if options.prompts != "held_out" and not Path(options.prompts).expanduser().is_file():
+        raise InputRefused(f"doctor.prompts={options.prompts!r} is not a file. Give a JSONL file of prompts, or "
+                           "held_out.")
+    held_out = paths.responses_dir(config) / "responses.jsonl"
+    if options.prompts == "held_out" and not held_out.is_file():
+        raise InputRefused(f"doctor.prompts=held_out reads {held_out}, which is not there. Give a file of prompts: "
+                           "doctor.prompts=FILE.")
+    if options.api_key_variable and not os.environ.get(options.api_key_variable):
+        raise ConfigError(f"doctor.api_key_variable={options.api_key_variable!r} is not set in the environment.")
+    check_endpoint("doctor.endpoint", options.endpoint)
+
+
+_CHECKS: dict[str, Callable[[Config], None]] = {"doctor": _doctor}
+
+
+def check_job(config: Config, job: str) -> None:
+    """Everything ``job`` needs. Raises ConfigError (values) or InputRefused (files, servers)."""
+    _CHECKS[job](config)
