@@ -174,23 +174,61 @@ def _ranked(survival: NDArray[Any], caps: Optional[ArrayLike]) -> tuple[Floats, 
     return flat[order].astype(np.float64), order // survival.shape[1]
 
 
-def _candidates(survival: ArrayLike, caps: Optional[ArrayLike],
-                steps_per_second: StepsPerSecond) -> tuple[Ints, Floats, Floats]:
-    """Rows in the order of admission [n], and tau [n + 1] and Theta [n + 1] after 0..n admissions."""
+@dataclass(frozen=True)
+class _Candidates:
+    """What admitting one token after the other would do; arrays of n + 1 start before the first admission."""
+
+    rows: Ints  # [n] in the order of admission
+    tau: Floats  # [n + 1]
+    theta: Floats  # [n + 1]
+    floor: Optional[Floats]  # [n + 1] worst rate of a request relative to what it was promised; None: no promises
+
+    def schedule(self, admitted: int, requests: int) -> Schedule:
+        """The decision to stop after ``admitted``."""
+        lengths = np.bincount(self.rows[:admitted], minlength=requests)
+        return Schedule(lengths, requests + admitted, float(self.tau[admitted]), float(self.theta[admitted]))
+
+
+def _worst_share(survival: Floats, rows: Ints, values: Floats, floors: Floats, rates: Floats) -> Floats:
+    """``min_r (1 + sum_{j<=l_r} a_{r,j}) SPS / floor_r`` after 0..n admissions [n + 1].
+
+    A request holds a level of expected tokens until its next admission, and its levels only rise: so the smallest level
+    that is held after n admissions is the smallest of those that end later.
+    """
+    requests, count = len(survival), len(rows)
+    order = np.argsort(rows, kind="stable")  # by request, in the order of admission
+    owner = np.concatenate((np.arange(requests), rows[order]))
+    first = np.searchsorted(rows[order], np.arange(requests))
+    sums = np.concatenate(([0.0], np.cumsum(values[order])))
+    level = np.concatenate((np.ones(requests), 1.0 + sums[1:] - sums[first][rows[order]]))
+    ends = np.full(requests + count, count + 1)  # admissions after which the level is held no more
+    following = np.concatenate((first, np.arange(1, count + 1)))
+    last = np.append(rows[order], -1)[following] != owner
+    ends[~last] = order[following[~last]] + 1
+    lowest = np.full(count + 2, np.inf)
+    np.minimum.at(lowest, ends, level / floors[owner])
+    return np.minimum.accumulate(lowest[::-1])[::-1][1:] * rates
+
+
+def _candidates(survival: ArrayLike, caps: Optional[ArrayLike], steps_per_second: StepsPerSecond,
+                floors: Optional[ArrayLike] = None) -> _Candidates:
     survival = np.asarray(survival)
     requests = survival.shape[0]
     values, rows = _ranked(survival, caps)
-    tau = requests + np.concatenate(([0.0], np.cumsum(values)))
-    return rows, tau, tau * steps_per_second(requests + np.arange(len(tau)))
-
-
-def _schedule(rows: Ints, tau: Floats, theta: Floats, admitted: int, requests: int) -> Schedule:
-    lengths = np.bincount(rows[:admitted], minlength=requests)
-    return Schedule(lengths, requests + admitted, float(tau[admitted]), float(theta[admitted]))
+    tau = np.empty(len(values) + 1)
+    tau[0] = requests
+    np.cumsum(values, out=tau[1:])
+    tau[1:] += requests
+    rates = steps_per_second(np.arange(requests, requests + len(tau)))
+    share = None
+    if floors is not None:
+        promised = np.broadcast_to(np.asarray(floors, dtype=np.float64), (requests,))
+        share = _worst_share(survival, rows, values, np.maximum(promised, np.finfo(np.float64).tiny), rates)
+    return _Candidates(rows, tau, tau * rates, share)
 
 
 def schedule_prefixes(survival: ArrayLike, steps_per_second: StepsPerSecond, *,
-                      caps: Optional[ArrayLike] = None) -> Schedule:
+                      caps: Optional[ArrayLike] = None, floors: Optional[ArrayLike] = None) -> Schedule:
     """Hardware-aware prefix scheduling (Alg. 1): admit by descending survival while ``Theta`` rises.
 
     The first admission that does not raise Theta ends the search, so whether a token is verified never depends on the
@@ -201,15 +239,21 @@ def schedule_prefixes(survival: ArrayLike, steps_per_second: StepsPerSecond, *,
         survival: a_{r,j} [R, K], not increasing along j.
         steps_per_second: SPS(B) of an array of batch sizes.
         caps: longest prefix per request [R]; None means K.
+        floors: tokens per second promised to each request [R], or to all. An admission that takes the worst-served
+            request below its promise, or further below, ends the search as well.
     """
-    rows, tau, theta = _candidates(survival, caps, steps_per_second)
-    stops = theta[1:] <= theta[:-1]
-    admitted = int(np.argmax(stops)) if stops.any() else len(rows)
-    return _schedule(rows, tau, theta, admitted, len(survival))
+    found = _candidates(survival, caps, steps_per_second, floors)
+    stops = found.theta[1:] <= found.theta[:-1]
+    if found.floor is not None:
+        stops |= (found.floor[1:] < 1.0) & (found.floor[1:] < found.floor[:-1])
+    first = int(stops.argmax()) if len(stops) else 0
+    admitted = first if len(stops) and stops[first] else len(found.rows)
+    return found.schedule(admitted, len(survival))
 
 
 def schedule_budget(survival: ArrayLike, lagged_survival: Optional[ArrayLike], steps_per_second: StepsPerSecond, *,
-                    caps: Optional[ArrayLike] = None, min_gain: float = 0.0) -> Schedule:
+                    caps: Optional[ArrayLike] = None, floors: Optional[ArrayLike] = None,
+                    min_gain: float = 0.0) -> Schedule:
     """Asynchronous top-K scheduling (Sec. 5.2): capacity from earlier rounds by global search, ranking by this round's.
 
     The global search follows a staircase over its risers. It stays lossless because the capacity is made of confidences
@@ -219,6 +263,9 @@ def schedule_budget(survival: ArrayLike, lagged_survival: Optional[ArrayLike], s
     Args:
         survival: current a_{r,j} [R, K].
         lagged_survival: a of earlier rounds [R', K]; requests without one count as 1. None verifies all.
+        caps: longest prefix per request [R]; None means K.
+        floors: tokens per second promised to each request [R], or to all: only capacities that keep every promise are
+            looked at; if there is none, the one that comes nearest is taken.
     """
     requests, length = np.asarray(survival).shape
     if lagged_survival is None:
@@ -226,9 +273,17 @@ def schedule_budget(survival: ArrayLike, lagged_survival: Optional[ArrayLike], s
     else:
         lagged = np.ones((requests, length), dtype=np.float64)
         lagged[:min(requests, len(lagged_survival))] = np.asarray(lagged_survival, dtype=np.float64)[:requests]
-        _, _, theta = _candidates(lagged, None, steps_per_second)
-        capacity = int(np.argmax(theta))
-        if theta[capacity] < (1.0 + min_gain) * theta[0]:
-            capacity = 0
-    rows, tau, theta = _candidates(survival, caps, steps_per_second)
-    return _schedule(rows, tau, theta, min(capacity, len(rows)), requests)
+        capacity = _capacity(_candidates(lagged, None, steps_per_second, floors), min_gain)
+    found = _candidates(survival, caps, steps_per_second)
+    return found.schedule(min(capacity, len(found.rows)), requests)
+
+
+def _capacity(found: _Candidates, min_gain: float) -> int:
+    """Admissions with the highest Theta among those that keep every promise."""
+    theta = found.theta
+    if found.floor is not None and not (found.floor >= 1.0).any():
+        return int(found.floor.argmax())
+    if found.floor is not None:
+        theta = np.where(found.floor >= 1.0, theta, -np.inf)
+    best = int(theta.argmax())
+    return best if theta[best] >= (1.0 + min_gain) * theta[0] else 0

@@ -41,6 +41,18 @@ class ProfileCell:
         return self.num_reqs * self.verify_tokens
 
 
+def read_cells(path: str | PathLike[str]) -> list[ProfileCell]:
+    """Cells of ``profile/records.jsonl``. Raises InputRefused for a missing or damaged file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return [ProfileCell(**json.loads(line)) for line in lines if line.strip()]
+    except FileNotFoundError:
+        raise InputRefused(f"profile cells not found: {path}. Make them with: launch/profile_throughput.py") from None
+    except (ValueError, TypeError) as error:
+        raise InputRefused(f"{path} does not hold profile cells ({error}). Delete the folder and measure again "
+                           "with launch/profile_throughput.py.") from None
+
+
 class RoundCost(Protocol):
     """Prices the two choices of a round (s)."""
 
@@ -93,16 +105,7 @@ class CostTable:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "CostTable":
         """Read ``profile/records.jsonl``. Raises InputRefused for a missing or damaged file."""
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-            cells = [ProfileCell(**json.loads(line)) for line in lines if line.strip()]
-        except FileNotFoundError:
-            raise InputRefused(f"profile cells not found: {path}. Make them with: launch/profile_throughput.py"
-                               ) from None
-        except (ValueError, TypeError) as error:
-            raise InputRefused(f"{path} does not hold profile cells ({error}). Delete the folder and measure again "
-                               "with launch/profile_throughput.py.") from None
-        return cls.from_cells(cells)
+        return cls.from_cells(read_cells(path))
 
     def exact(self) -> "CostTable":
         """The same table without the convex envelope."""

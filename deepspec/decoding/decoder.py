@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspec.decoding.draft import DraftState, draft_uniforms
+from deepspec.decoding.draft import draft_uniforms
+from deepspec.decoding.modes import MODES, SCHEDULED
 from deepspec.decoding.policy import ThroughputScheduler
+from deepspec.decoding.recurrent import draft_state
 from deepspec.decoding.rows import Kept, Outcome, Row, Step, keep, plan_step
 from deepspec.decoding.types import (
-    MODES, BlockDetail, DecodeRequest, DecodeResult, DecodeTimings, DraftProposal, RoundRecord,
+    BlockDetail, DecodeRequest, DecodeResult, DecodeTimings, DraftProposal, RoundRecord,
 )
 from deepspec.decoding.verification import Verification, verify
 from deepspec.errors import ConfigError, InputRefused
@@ -30,33 +32,36 @@ _LOGITS_BYTES = 1 << 28  # of one group of requests; probabilities and the resid
 class SpeculativeDecoder:
     """Lossless speculative decoding: whatever the mode, answers are distributed as the target's own.
 
-    ``mode`` none decodes with the target alone, fixed verifies all K drafts of every block, scheduled lets
-    ``scheduler`` choose. In the first two a prompt's answer depends on (seed, prompt id) and not on its batch; a
+    ``mode`` none decodes with the target alone, fixed verifies all K drafts of every block, scheduled and asynchronous
+    let ``scheduler`` choose. In the first two a prompt's answer depends on (seed, prompt id) and not on its batch; a
     schedule depends on the other requests, so with it only the distribution (at temperature 0 the answer) is the same.
-    ``record`` keeps hidden states and Eq. 8 of every block; use it with fixed mode.
+    ``record`` keeps hidden states and Eq. 8 of every block; use it with fixed mode. With ``ignore_eos`` only the token
+    budget ends an answer.
     """
 
     def __init__(self, target: Any, drafter: Any, sampling: Sampling, *, batch_size: int, max_new_tokens: int,
-                 mode: str = "fixed", scheduler: Optional[ThroughputScheduler] = None, record: bool = False) -> None:
+                 mode: str = "fixed", scheduler: Optional[ThroughputScheduler] = None, record: bool = False,
+                 ignore_eos: bool = False) -> None:
         if mode not in MODES:
             raise ConfigError(f"decoding mode {mode!r} is not one of {', '.join(MODES)}.")
         if batch_size < 1 or max_new_tokens < 1:
             raise ConfigError(f"batch_size={batch_size} and max_new_tokens={max_new_tokens} must be at least 1.")
         if mode != "none" and drafter is None:
             raise ConfigError(f"decoding mode {mode!r} needs a drafter. Use mode none to decode with the target alone.")
-        if mode == "scheduled" and scheduler is None:
-            raise ConfigError("scheduled decoding needs a throughput profile. Make it with "
-                              "launch/profile_throughput.py, or leave scheduled out of evaluate.modes.")
+        if mode in SCHEDULED and scheduler is None:
+            raise ConfigError(f"{mode} decoding needs a throughput profile. Make it with "
+                              "launch/profile_throughput.py, or leave it out of evaluate.modes.")
         self.target = target
         self.drafter = None if mode == "none" else drafter
         self.sampling = sampling
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
         self.mode = mode
-        self.scheduler = scheduler if mode == "scheduled" else None
+        self.scheduler = scheduler if mode in SCHEDULED else None
         self.record = record
         self.timings = DecodeTimings()
-        self._stop_ids = frozenset(target.spec.eos_token_ids)
+        self.clock = time.perf_counter  # replaced by the time of the process where other jobs share the cores
+        self._stop_ids = frozenset() if ignore_eos else frozenset(target.spec.eos_token_ids)
 
     def decode(self, requests: Iterable[DecodeRequest],
                on_round: Optional[Callable[[DecodeTimings], None]] = None) -> Iterator[DecodeResult]:
@@ -84,7 +89,8 @@ class SpeculativeDecoder:
         self._cache = self.target.new_cache(slots, capacity)
         self._drafts = None
         if self.drafter is not None:
-            self._drafts = DraftState(self.drafter, slots, tokenizer_size=self.target.tokenizer_size, capacity=capacity)
+            size = self.target.tokenizer_size
+            self._drafts = draft_state(self.drafter, slots, tokenizer_size=size, capacity=capacity)
         if self.scheduler is not None:
             self.scheduler.reset()
 
@@ -108,7 +114,7 @@ class SpeculativeDecoder:
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return self.clock()
 
     def _round(self) -> list[DecodeResult]:
         """Propose, verify, keep; returns the requests that finished."""
@@ -237,13 +243,14 @@ class SpeculativeDecoder:
                 row.cached += feed
                 verified = feed
             if row.finish_reason is None:
-                spans.append((slot, start, verified))
+                spans.append((slot, start, verified))  # what the row has cached now ends with them
         if self._drafts is not None and spans:
             wanted = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
             # A copy of what is needed: a slice would keep the features of the whole step alive.
             copied = features[torch.from_numpy(wanted).to(features.device)]
             for (slot, _, _), part in zip(spans, copied.split([count for _, _, count in spans])):
-                self._drafts.append(slot, part)
+                row = self._rows[slot]
+                self._drafts.append(slot, part, row.ids[row.cached - len(part) + 1:row.cached + 1])
         return kept
 
     def _log(self, step: Step, kept: dict[int, Kept], outcomes: dict[int, Outcome],

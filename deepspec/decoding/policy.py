@@ -2,14 +2,14 @@
 
 R requests, K draft tokens. Two decisions, both made before the tokens they affect exist:
 whether a round drafts at all, from settled rounds only; and how many drafts each request sends to the target, from the
-confidences of their own prefixes (Algorithm 1).
+confidences of their own prefixes (Algorithm 1) or with a capacity from settled rounds (Sec. 5.2).
 """
 
 from collections import deque
 from typing import Optional, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from deepspec.calibration import sigmoid, survival_probability
 from deepspec.decoding.cost import RoundCost
@@ -19,6 +19,9 @@ _HISTORY = 128  # blocks whose survival the next decision is made from
 _DECAY = 0.98  # per block, of counts behind observed rates
 _PRIOR = 4.0  # blocks that the starting guess counts for
 _MAX_PROBE_GAP = 256  # rounds; the gap doubles while probing does not pay
+_VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
+_GROUPS = 16  # of settled blocks, each scheduled like a round, that a verdict is made of
+_LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
 
 
 class ThroughputScheduler:
@@ -29,9 +32,20 @@ class ThroughputScheduler:
     """
 
     def __init__(self, cost: RoundCost, draft_length: int, *, temperatures: Optional[Sequence[float]] = None,
-                 policy: str = "early_stop", min_gain: float = 0.01, probe_every: int = 16) -> None:
-        """``policy``: early_stop (Algorithm 1) | lagged (Sec. 5.2). ``min_gain``: predicted share below which it is not
-        worth drafting. ``probe_every``: rounds without drafting before one drafts again."""
+                 policy: str = "early_stop", min_gain: float = 0.01, probe_every: int = 16,
+                 max_verify: Optional[int] = None, floor: float = 0.0) -> None:
+        """Options of a schedule.
+
+        Args:
+            cost: prices of rounds.
+            draft_length: K.
+            temperatures: of the confidence head, one per position; None leaves it as it is.
+            policy: early_stop (Algorithm 1) | lagged (Sec. 5.2).
+            min_gain: predicted share of throughput below which it is not worth drafting.
+            probe_every: rounds without drafting before one drafts again.
+            max_verify: most draft tokens of a request in one round; None: K.
+            floor: tokens per second promised to every request; 0: none.
+        """
         if policy not in ("early_stop", "lagged"):
             raise ValueError(f"policy={policy!r} must be early_stop or lagged")
         self.cost = cost
@@ -40,18 +54,22 @@ class ThroughputScheduler:
         self.policy = policy
         self.min_gain = min_gain
         self.probe_every = probe_every
+        self.max_verify = draft_length if max_verify is None else min(max_verify, draft_length)
+        self.floor = floor if floor > 0 else None
+        self._prices: dict[int, tuple[Floats, Floats, float]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget all settled rounds."""
         self._history: deque[Floats] = deque(maxlen=_HISTORY)
-        self._lagged: Optional[Floats] = None
+        self._earlier: deque[Floats] = deque(maxlen=_LAG)
         self._reached = np.full(self.draft_length, _PRIOR)
         self._survived = np.full(self.draft_length, 0.7 * _PRIOR)
         self._predicted = self._observed = _PRIOR
         self._idle = 0
         self._gap = self.probe_every
-        self._verdict: tuple[int, bool] = (-1, True)
+        self._settled = 0
+        self._verdicts: dict[int, tuple[int, bool]] = {}  # by requests: settled rounds it was made of, verdict
 
     def survival(self, confidence_logits: Optional[ArrayLike], requests: int) -> Floats:
         """a_{r,j} [R, K]: calibrated where there is a confidence head, else observed rates for every request."""
@@ -59,13 +77,25 @@ class ThroughputScheduler:
             return np.tile(survival_probability(self._survived / self._reached), (requests, 1))
         return survival_probability(sigmoid(np.asarray(confidence_logits, dtype=np.float64) / self.temperatures))
 
+    def _priced(self, requests: int) -> tuple[Floats, Floats, float]:
+        """Rates of a drafting round and seconds of a plain one, for B = R .. R (1 + K), and seconds of drafting."""
+        found = self._prices.get(requests)
+        if found is None:
+            seconds = np.asarray(self.cost.verify_curve(requests)(
+                np.arange(requests, requests * (1 + self.draft_length) + 1)), dtype=np.float64)
+            draft = self.cost.draft_seconds(requests)
+            found = self._prices[requests] = (1.0 / (draft + seconds), seconds, draft)
+        return found
+
     def should_draft(self, requests: int) -> bool:
         """Whether this round drafts: if settled blocks say that it pays at this load, or to find out again."""
         if not self._history:
             return True
-        if self._verdict[0] != requests:
-            self._verdict = (requests, self._pays(requests))
-        if self._verdict[1]:
+        made, pays = self._verdicts.get(requests, (-_VERDICT_ROUNDS, True))
+        if self._settled - made >= _VERDICT_ROUNDS or made < min(_VERDICT_ROUNDS, self._settled):
+            pays = self._pays(requests)
+            self._verdicts[requests] = (self._settled, pays)
+        if pays:
             self._idle, self._gap = 0, self.probe_every
             return True
         self._idle += 1
@@ -77,35 +107,43 @@ class ThroughputScheduler:
     def _pays(self, requests: int) -> bool:
         """Predicted tokens per second with drafting, lengths chosen as they would be, against plain decoding."""
         blocks = np.stack(self._history)
-        groups = max(1, min(8, len(blocks) // requests))
+        groups = max(1, min(_GROUPS, len(blocks) // requests))
         take = np.arange(groups * requests) % len(blocks)
         trust = self._observed / self._predicted  # how many accepted tokens each predicted one turned out to be
-        curve = self.cost.verify_curve(requests)
-        draft = self.cost.draft_seconds(requests)
+        rates, plain, _ = self._priced(requests)
+        caps = self._caps(np.full(requests, self.draft_length))
         tokens = seconds = 0.0
         for group in blocks[len(blocks) - 1 - take].reshape(groups, requests, -1):
-            choice = schedule_prefixes(group, lambda size: 1.0 / (draft + curve(size)))
+            choice = schedule_prefixes(group, lambda size: rates[size - requests], caps=caps, floors=self.floor)
             tokens += requests + trust * (choice.acceptance_length - requests)
-            seconds += draft + float(curve(choice.batch_tokens))
-        plain = requests / float(curve(requests))
-        return tokens / seconds > (1.0 + self.min_gain) * plain
+            seconds += 1.0 / float(rates[choice.batch_tokens - requests])
+        return tokens / seconds > (1.0 + self.min_gain) * requests / float(plain[0])
+
+    def _caps(self, caps: Ints) -> Optional[Ints]:
+        """Longest prefixes, None where nothing is cut."""
+        caps = np.minimum(caps, self.max_verify)
+        return caps if len(caps) and int(caps.min()) < self.draft_length else None
 
     def lengths(self, survival: Floats, caps: Ints) -> Ints:
         """Draft tokens to verify per request [R] for current survivals [R, K] and longest useful prefixes [R]."""
         requests = len(survival)
-        curve, draft = self.cost.verify_curve(requests), self.cost.draft_seconds(requests)
+        rates = self._priced(requests)[0]
 
-        def steps_per_second(batch_tokens: ArrayLike) -> Floats:
-            return 1.0 / (draft + curve(batch_tokens))
+        def steps_per_second(batch_tokens: NDArray[np.int64]) -> Floats:
+            return rates[batch_tokens - requests]
 
+        useful = self._caps(caps)
         if self.policy == "lagged":
-            return schedule_budget(survival, self._lagged, steps_per_second, caps=caps, min_gain=self.min_gain).lengths
-        return schedule_prefixes(survival, steps_per_second, caps=caps).lengths
+            lagged = self._earlier[0] if len(self._earlier) == _LAG else None
+            return schedule_budget(survival, lagged, steps_per_second, caps=useful, floors=self.floor,
+                                   min_gain=self.min_gain).lengths
+        return schedule_prefixes(survival, steps_per_second, caps=useful, floors=self.floor).lengths
 
     def observe(self, survival: Floats, known: Ints, accepted: Ints) -> None:
         """Learn from a settled round: survivals [R, K] that scheduled it, judged and accepted positions [R]."""
         self._history.extend(survival)
-        self._lagged = survival
+        self._earlier.append(survival)
+        self._settled += 1
         position = np.arange(self.draft_length)
         judged = position < known[:, None]
         decay = _DECAY ** len(survival)
@@ -115,4 +153,3 @@ class ThroughputScheduler:
         self._reached = decay * self._reached + reached.sum(axis=0) + (1 - decay) * _PRIOR
         survived = (position < accepted[:, None]).sum(axis=0)
         self._survived = decay * self._survived + survived + (1 - decay) * 0.7 * _PRIOR
-        self._verdict = (-1, True)

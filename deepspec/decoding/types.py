@@ -7,8 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-MODES = ("none", "fixed", "scheduled")  # plain target; all K draft tokens verified; lengths chosen by a scheduler
-
 
 @dataclass(frozen=True)
 class DecodeRequest:

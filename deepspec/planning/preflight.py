@@ -174,8 +174,8 @@ def _servers(config: Config, stages: list[str]) -> None:
     failures = [connect_failure(url) for url in config.responses.servers]
     if None in failures:
         return
-    raise InputRefused(f"No server of responses.servers answers: {'; '.join(map(str, failures))}. Start one, for example: "
-                       f"vllm serve {config.target.path} --port 8000 -- or use responses.backend=in_process.")
+    raise InputRefused(f"No server of responses.servers answers: {'; '.join(map(str, failures))}. Start one, for "
+                       f"example: vllm serve {config.target.path} --port 8000 -- or use responses.backend=in_process.")
 
 
 def _benchmarks(config: Config, stages: list[str]) -> None:
@@ -214,13 +214,13 @@ def _disk(config: Config) -> None:
             cache = " Use features.codec=int8 or features.mode=online (no cache at all)."
             raise InputRefused(f"Not enough disk for {disk.path}: about {size(disk.need)} needed, {size(disk.free)} "
                                "free. Free some, or move run.data_root or run.dir. plan=true shows the estimate."
-                               + (cache if config.features.mode in work.STORED else ""))
+                               + (cache if paths.leaves_store(config) else ""))
 
 
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (check_split, _places, _inputs, _records, _report, _target, _sources, _cleaning, _servers, _benchmarks,
-                  _checkpoint):
+    for check in (check_split, check_given_store, check_hidden_state_servers, _places, _inputs, _records, _report,
+                  _target, _sources, _cleaning, _servers, _benchmarks, _checkpoint):
         check(config, list(stages))
     _disk(config)

@@ -72,8 +72,11 @@ def additive_fit(cells: Sequence[ProfileCell]) -> dict[str, Optional[float]]:
 
 
 def write_profile(directory: Path, measured: Measurement, *, header: dict[str, Any], drafter_sha256: str,
-                  parallel: int, max_batch_tokens: int) -> dict[str, Any]:
-    """Write both files and return the table. The table is of the shallowest context; all depths are in the records."""
+                  parallel: int, max_batch_tokens: int, extras: Optional[dict[str, Any]] = None) -> dict[str, Any]:
+    """Write both files and return the table. The table is of the shallowest context; all depths are in the records.
+
+    ``header`` holds the conditions, ``extras`` what ``measure_extras`` gives; neither may override the rest.
+    """
     depth = min(cell.kv_len for cell in measured.cells)
     cells = [cell for cell in measured.cells if cell.kv_len == depth]
     tokens, rates = sps_samples(cells)
@@ -83,7 +86,7 @@ def write_profile(directory: Path, measured: Measurement, *, header: dict[str, A
         "drafter_sha256": drafter_sha256, "parallel": {"data": parallel, "tensor": 1}, "kv_len": depth,
         "fit": additive_fit(cells), "partial": measured.partial,
         "unit": "batch tokens of one rank and step, anchors included; a step is a whole round: draft, verify, host",
-    } | header
+    } | header | (extras or {})
     text = json.dumps(table)
     assert _FORBIDDEN not in text, f"{SPS_FILE} must not contain {_FORBIDDEN}"
     lines = [json.dumps(asdict(cell)) for cell in measured.cells]

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Callable, Optional, Sequence
+from typing import Optional, Sequence
 
 import torch
 from tqdm import tqdm
@@ -17,32 +17,30 @@ from deepspec.config.schema_evaluation import MIXED
 from deepspec.data.batch import Sample
 from deepspec.data.rendering import Renderer
 from deepspec.data.samples import load_samples
-from deepspec.decoding.cost import CostTable
 from deepspec.decoding.modes import SCHEDULED
-from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.drafters.registry import build_drafter
 from deepspec.errors import InputRefused
 from deepspec.evaluation.benchmarks import HELD_OUT, Thinking, load_benchmark, split_domains
 from deepspec.evaluation.estimate import DRAFTED, TEACHER_FORCED
 from deepspec.evaluation.run import Material, Subject, evaluate
 from deepspec.evaluation.values import save_values
-from deepspec.profiling.files import RECORDS_FILE, SPS_FILE, conditions
-from deepspec.scheduling import SpsTable
+from deepspec.profiling.files import conditions
+from deepspec.profiling.scheduler import SchedulerFactory, trusted_cost
+from deepspec.profiling.scheduler import scheduler_factory as make_schedulers
 from deepspec.training.session import RunSession, load_run
 
 log = logging.getLogger(__name__)
 EVALUATION_FILE = "evaluation.json"
 
 
-def scheduler_factory(config: Config, session: RunSession) -> Callable[[str], ThroughputScheduler]:
+def scheduler_factory(config: Config, session: RunSession) -> SchedulerFactory:
     """Makes schedulers, by mode, from this run's profile and calibration.
 
-    Raises InputRefused when the profile is missing, flat or of other hardware, dtype, target or drafter, or when the
-    calibration is of another drafter.
+    Raises InputRefused when the profile is missing, flat, too thin or of other hardware, dtype, target or drafter, or
+    when the calibration is of another drafter.
     """
-    directory = run_dir(config) / "profile"
-    SpsTable.load(directory / SPS_FILE, drafter_sha256=session.drafter_sha256, **conditions(session.target))
-    cost = CostTable.load(directory / RECORDS_FILE)
+    cost = trusted_cost(run_dir(config) / "profile", min_samples=config.profile.min_samples,
+                        drafter_sha256=session.drafter_sha256, **conditions(session.target))
     length = session.drafter.shape.draft_length
     temperatures = None
     path = run_dir(config) / "calibration.json"
@@ -50,7 +48,7 @@ def scheduler_factory(config: Config, session: RunSession) -> Callable[[str], Th
         temperatures = Calibration.load(path, block_size=length, drafter_sha256=session.drafter_sha256).temperatures
     elif session.drafter.shape.confidence_head:
         log.warning("%s is missing: the scheduler uses uncalibrated confidences; launch/calibrate.py makes it", path)
-    return lambda mode: ThroughputScheduler(cost, length, temperatures=temperatures)
+    return make_schedulers(cost, length, config.scheduler, temperatures)
 
 
 def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
@@ -81,11 +79,11 @@ def _held_out(config: Config, session: RunSession) -> Sequence[Sample]:
     return samples
 
 
-def _material(config: Config, session: RunSession) -> tuple[Material, Optional[Callable[[str], ThroughputScheduler]]]:
+def _material(config: Config, session: RunSession) -> tuple[Material, Optional[SchedulerFactory]]:
     """What to evaluate with, and a maker of schedulers if there can be any."""
     options = config.evaluate
     skipped: dict[str, str] = {}
-    factory: Optional[Callable[[str], ThroughputScheduler]] = None
+    factory: Optional[SchedulerFactory] = None
     scheduled = [mode for mode in options.modes if mode in SCHEDULED]
     if scheduled:
         try:

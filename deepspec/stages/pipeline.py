@@ -13,13 +13,14 @@ from typing import Any, Callable, Iterator, Optional
 from deepspec import distributed
 from deepspec.artifacts import MANIFEST, atomic_write_json, canonical_hash, environment, is_complete, sha256_file
 from deepspec.config.paths import (
-    features_dir, features_key, prompts_dir, prompts_key, responses_dir, responses_key, run_dir,
+    features_dir, features_key, prompts_dir, prompts_key, reads_store, responses_dir, responses_key, run_dir,
 )
 from deepspec.config.schema import STAGES, Config
 from deepspec.data.decontaminate import decontamination_files
 from deepspec.data.prompt_sources import FILE_KINDS
 from deepspec.errors import InputRefused
 from deepspec.profiling.files import hardware
+from deepspec.stages.division import divided
 from deepspec.training.identity import start_hash
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ def outputs(config: Config, stage: str) -> list[Path]:
     files: dict[str, Callable[[], list[Path]]] = {
         "prompts": lambda: [prompts_dir(config) / "manifest.json"],
         "responses": lambda: [responses_dir(config) / "manifest.json"],
-        "features": lambda: [features_dir(config) / "manifest.json"] if config.features.mode == "cached" else [],
+        "features": lambda: [features_dir(config) / "manifest.json"] if reads_store(config) else [],
         "train": lambda: _latest_checkpoint(config),
         "confidence": lambda: [run / "confidence" / "manifest.json"] if config.drafter.confidence_head else [],
         "calibrate": lambda: [run / "calibration.json"] if config.drafter.confidence_head else [],
         "profile": lambda: [run / "profile" / "sps.json"],
         "evaluate": lambda: [run / "evaluation.json"],
+        "simulate": lambda: [run / "simulation.json"],
         "export": lambda: [run / "export" / "config.json", run / "export" / "manifest.json"],
         "report": lambda: [run / "report.html"],
     }
@@ -74,7 +76,8 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
             name: values["calibration"][name] for name in ("fit_fraction", "num_bins", "bootstrap")},
         "calibrate": values["calibration"] | {"files": _records_files(config)},
         "profile": values["profile"] | {"hardware": hardware()},
-        "evaluate": values["evaluate"] | {"files": _benchmark_files(config)},
+        "evaluate": values["evaluate"] | {"files": _benchmark_files(config), "scheduler": values["scheduler"]},
+        "simulate": values["simulate"] | {"scheduler": values["scheduler"], "runs": config.runs},
         "export": values["export"], "report": {"runs": config.runs},
     }
     if config.trainer.ema_decay is not None:
@@ -108,13 +111,14 @@ def _benchmark_files(config: Config) -> list[str]:
     return [sha256_file(path) for path in paths if path.is_file()]
 
 
-_OF_ONE_CHECKPOINT = ("confidence", "calibrate", "profile", "evaluate", "export")
+_OF_ONE_CHECKPOINT = ("confidence", "calibrate", "profile", "evaluate", "simulate", "export")
 _NEEDS = {
     "prompts": (), "responses": ("prompts",), "features": ("responses",), "train": ("responses", "features"),
     "confidence": ("train", "responses"), "calibrate": ("train", "confidence"), "profile": ("train",),
     "evaluate": ("train", "confidence", "calibrate", "profile"),
+    "simulate": ("train", "confidence", "calibrate", "profile"),
     "export": ("train", "confidence", "calibrate", "profile", "evaluate"),
-    "report": ("train", "confidence", "calibrate", "profile", "evaluate", "export"),
+    "report": ("train", "confidence", "calibrate", "profile", "evaluate", "simulate", "export"),
 }
 
 
@@ -145,7 +149,7 @@ def up_to_date(config: Config, stage: str) -> bool:
     if stage == "prompts" and (any(source.kind in FILE_KINDS for source in config.data.sources)
                                or decontamination_files(config) or config.data.redaction):
         return False  # the stage itself compares the files' contents
-    if stage == "report" and config.runs:
+    if stage in ("report", "simulate") and config.runs:
         return False  # what the other runs hold now is not looked up here
     record = read_run(run_dir(config))["stages"].get(stage)
     if not record or record["status"] != "complete" or record["fingerprint"] != fingerprint(config, stage):
@@ -187,15 +191,19 @@ class RunLock:
 def run_stages(config: Config, stages: tuple[str, ...], *, force: Optional[str] = None) -> None:
     """Run ``stages`` in pipeline order; one that is up to date is skipped and says so, unless named by ``force``."""
     distributed.set_threads(config.run.threads)
-    lock = RunLock(run_dir(config))
-    try:
-        if distributed.world_size() > 1:
-            distributed.init(_COLLECTIVE_TIMEOUT)
-        for stage in _in_order(stages):
-            _run_stage(config, stage, forced=stage == force)
-    finally:
-        lock.release()
-    distributed.shutdown()
+    with divided(config, stages) as split:
+        if split is not None and split.is_target:
+            importlib.import_module("deepspec.stages.target_rank").serve(config, split)
+            return
+        lock = RunLock(run_dir(config))
+        try:
+            if distributed.world_size() > 1:
+                distributed.init(_COLLECTIVE_TIMEOUT)
+            for stage in _in_order(stages):
+                _run_stage(config, stage, forced=stage == force)
+        finally:
+            lock.release()
+        distributed.shutdown()
 
 
 def _in_order(stages: tuple[str, ...]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from deepspec import distributed
 from deepspec.artifacts import begin, canonical_hash, complete
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config
+from deepspec.profiling.extras import measure_extras
 from deepspec.profiling.files import RECORDS_FILE, SPS_FILE, conditions, write_profile
 from deepspec.profiling.measure import grid, measure
 from deepspec.profiling.runner import DecoderRunner
@@ -34,7 +35,8 @@ def run(config: Config) -> None:
     with tqdm(total=total, desc="profile", unit="round", disable=not sys.stderr.isatty()) as bar:
         measured = measure(runner, shapes, options, seed=config.run.seed, progress=bar.update)
     table = write_profile(directory, measured, header=header, drafter_sha256=session.drafter_sha256,
-                          parallel=distributed.world_size(), max_batch_tokens=options.max_batch_tokens)
+                          parallel=distributed.world_size(), max_batch_tokens=options.max_batch_tokens,
+                          extras=measure_extras(runner, options, seed=config.run.seed))
     complete(directory, manifest, [RECORDS_FILE, SPS_FILE], {"cells": len(measured.cells), "partial": measured.partial})
     first, last = table["sample_batch_tokens"][0], table["sample_batch_tokens"][-1]
     log.info("%d cells at %s; %.1f steps/s with %d tokens, %.1f with %d", len(measured.cells), table["hardware"],

@@ -1,0 +1,86 @@
+"""What serving needs besides rounds: prompts, and the target without a drafter at its side. Kept in sps.json."""
+
+import json
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, Sequence
+
+import numpy as np
+
+from deepspec.config.schema import ProfileConfig
+from deepspec.errors import InputRefused
+
+_EXTRA_SAMPLES = 3  # of each, at least
+
+
+@dataclass(frozen=True)
+class PrefillCell:
+    """A prompt of ``tokens`` tokens fed in one request; medians in ms."""
+
+    tokens: int
+    n: int
+    alone_ms: float  # the target's forward and the first token
+    drafting_ms: float  # with its features captured and projected into the drafter's context
+
+
+class ExtrasRunner(Protocol):
+    """Something that can run plain rounds and prompts."""
+
+    def prepare_extras(self, num_reqs: int, kv_len: int, prompt_tokens: int) -> None:
+        """Make room."""
+
+    def alone(self, num_reqs: int) -> float:
+        """Seconds of a round of plain decoding."""
+
+    def prompt(self, tokens: int, *, drafting: bool) -> float:
+        """Seconds of a prompt."""
+
+
+def measure_extras(runner: ExtrasRunner, config: ProfileConfig, *, seed: int = 0) -> dict[str, Any]:
+    """Fields for sps.json: ``rounds_alone`` by requests at the shallowest context, ``prefill`` by prompt tokens.
+
+    Like cells: warmed up one by one, then measured in passes of seeded random order.
+    """
+    depth = min(config.kv_lengths)
+    tasks: list[tuple[str, int]] = [("alone", count) for count in sorted(set(config.num_reqs))]
+    tasks += [(kind, tokens) for kind in ("prompt", "drafting") for tokens in sorted(set(config.prefill_tokens))]
+    times: dict[tuple[str, int], list[float]] = {task: [] for task in tasks}
+    runner.prepare_extras(max(config.num_reqs), depth, max(config.prefill_tokens, default=1))
+
+    def run(task: tuple[str, int]) -> float:
+        kind, size = task
+        return runner.alone(size) if kind == "alone" else runner.prompt(size, drafting=kind == "drafting")
+
+    for task in tasks:
+        for _ in range(max(1, config.warmup)):
+            run(task)
+    order = np.random.default_rng(seed)
+    for _ in range(max(_EXTRA_SAMPLES, min(config.samples_per_cell, 8))):
+        for index in order.permutation(len(tasks)):
+            times[tasks[index]].append(run(tasks[index]))
+    median = {task: 1e3 * float(np.median(values)) for task, values in times.items()}
+    return {
+        "rounds_alone": [{"num_reqs": size, "kv_len": depth, "n": len(times[kind, size]), "p50_ms": median[kind, size]}
+                         for kind, size in tasks if kind == "alone"],
+        "prefill": [asdict(PrefillCell(tokens, len(times["prompt", tokens]), median["prompt", tokens],
+                                       median["drafting", tokens]))
+                    for tokens in sorted(set(config.prefill_tokens))],
+    }
+
+
+def read_extras(path: str | PathLike[str]) -> dict[str, Sequence[Any]]:
+    """``alone`` (rows) and ``prefill`` (cells) of sps.json; empty where the profile has none.
+
+    Raises InputRefused for a missing or damaged file.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {"alone": list(values.get("rounds_alone", ())),
+                "prefill": [PrefillCell(**row) for row in values.get("prefill", ())]}
+    except FileNotFoundError:
+        raise InputRefused(f"throughput profile not found: {path}. Make it with: launch/profile_throughput.py"
+                           ) from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputRefused(f"{path} is not a throughput profile ({error}). Measure again with "
+                           "launch/profile_throughput.py.") from None

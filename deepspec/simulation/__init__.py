@@ -1,0 +1,1 @@
+"""Serving, simulated: continuous batching from a measured profile and recorded acceptance."""
