@@ -46,11 +46,31 @@ def responses_key(config: Config) -> dict[str, object]:
 
 
 def features_key(config: Config) -> dict[str, object]:
-    """What decides the features: responses, layers, storage format."""
-    return {
-        "responses": responses_key(config), "layers": list(config.target.feature_layers),
-        "codec": config.features.codec,
-    }
+    """What decides the features: responses, layers, storage format, and the engine where one computes them."""
+    features, layers = config.features, list(config.target.feature_layers)
+    if features.path is not None:  # what is in it is compared by content
+        return {"given": True, "layers": layers, "held_out_fraction": features.held_out_fraction}
+    key: dict[str, object] = {"responses": responses_key(config), "layers": layers, "codec": features.codec}
+    if features.mode == "server":
+        server = features.server
+        key["served"] = {"engine": server.engine, "model": server.model, "quantization": server.quantization}
+    return key
+
+
+def makes_store(config: Config) -> bool:
+    """Whether stage features writes a store."""
+    return (config.features.mode == "cached" and config.features.path is None) or (
+        config.features.mode == "server" and config.features.server.store)
+
+
+def leaves_store(config: Config) -> bool:
+    """Whether this run needs disk for a store."""
+    return makes_store(config) or config.features.mode == "hybrid"
+
+
+def reads_store(config: Config) -> bool:
+    """Whether training reads a store that is finished before it begins."""
+    return makes_store(config) or config.features.path is not None
 
 
 def _directory(config: Config, kind: str, key: dict[str, object]) -> Path:
@@ -69,6 +89,8 @@ def responses_dir(config: Config) -> Path:
 
 def features_dir(config: Config) -> Path:
     """Directory of the feature store."""
+    if config.features.path is not None:
+        return Path(config.features.path).expanduser()
     return _directory(config, "features", features_key(config))
 
 

@@ -198,8 +198,8 @@ class ServedTarget:
                          captured.server, error)
             return
         message = (
-            f"{captured.server}, sample {sample.sample_id!r}: log-probabilities of lm_head(last hidden) differ from the "
-            f"server's own by {error:.3g} nats on average, at most {limit:.3g} may be rounding "
+            f"{captured.server}, sample {sample.sample_id!r}: log-probabilities of lm_head(last hidden) differ from "
+            f"the server's own by {error:.3g} nats on average, at most {limit:.3g} may be rounding "
             "(features.server.logprob_tolerance). It serves another model than target.path, or its last layer is not "
             "among the hidden states"
         )

@@ -18,7 +18,6 @@ PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}  # d
 
 
 IN_TRAINING = ("online", "hybrid", "disaggregated")  # modes whose features stage has nothing to do
-STORED = ("cached", "hybrid")  # modes that leave a store on disk
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     if config.trainer.max_steps is not None:
         steps = min(steps, config.trainer.max_steps) if prompts else config.trainer.max_steps
     cached = 0
-    if config.features.mode in STORED:
+    if paths.leaves_store(config):
         cached = int((prompts or 0) * cache_bytes_per_sample(config, length))
     # fp32 weights, two moments, averages; all that stay, and the new one while it is written.
     state = 12 if config.trainer.ema_decay is None else 16
@@ -126,7 +125,7 @@ def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> d
     samples = work.steps * config.trainer.global_batch_size
     once = 2.0 * parameters.target
     flops = {"responses": once * (work.prompts or 0) * work.length.answer}
-    if config.features.mode in STORED:
+    if paths.leaves_store(config):
         flops["features"] = once * work.tokens
     elif config.features.mode == "disaggregated":
         flops["features"] = once * samples * work.length.tokens  # on the target ranks

@@ -1,15 +1,17 @@
 """Stage: the target's hidden states of every sample, into a feature store."""
 
+import contextlib
 import logging
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, Iterator, Optional
 
 from deepspec import artifacts, distributed
 from deepspec.config import paths
 from deepspec.config.schema import Config
-from deepspec.data.batch import Sample
+from deepspec.data.batch import FeatureSample, Sample
+from deepspec.data.extraction import QUARANTINE_LIMIT, Quarantine, Work, allowed_aside
 from deepspec.data.feature_format import (
     COMMAND,
     INDEX,
@@ -23,54 +25,21 @@ from deepspec.data.feature_format import (
     require_disk,
 )
 from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index
-from deepspec.data.jsonl import DurableWriter, read_rows
+from deepspec.data.jsonl import read_rows
 from deepspec.data.progress import Progress
 from deepspec.data.prompts import SPLITS
 from deepspec.data.rendering import Renderer
 from deepspec.data.rendezvous import Rendezvous, wait_for
-from deepspec.data.samples import SampleSet, load_samples
-from deepspec.data.sources import encode_samples, token_batches
+from deepspec.data.samples import load_samples
+from deepspec.data.served import Refusal, ServedTarget
+from deepspec.data.sources import encode_samples
 from deepspec.errors import InputRefused, UserError
+from deepspec.stages.served import served_target
 from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.head import TargetHead, load_head
 from deepspec.targets.load import load_target
 
 log = logging.getLogger(__name__)
-
-# Share of samples with unusable hidden states (NaN, overflow) that are set aside before the stage stops.
-QUARANTINE_LIMIT = 0.01
-
-
-@dataclass(frozen=True)
-class Work:
-    """All samples of both splits, addressed by one index."""
-
-    sets: dict[str, SampleSet]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sets.values()))
-
-    def get(self, index: int) -> tuple[str, Sample]:
-        """(split, sample)."""
-        for split, samples in self.sets.items():
-            if index < len(samples):
-                return split, samples[index]
-            index -= len(samples)
-        raise IndexError(index)
-
-    @property
-    def ids(self) -> list[str]:
-        return list(chain.from_iterable(samples.sample_ids for samples in self.sets.values()))
-
-    @property
-    def lengths(self) -> list[int]:
-        return list(chain.from_iterable(samples.lengths for samples in self.sets.values()))
-
-    def batches(self, token_budget: int) -> list[list[int]]:
-        """Indices of samples of similar length, longest first: the first batch needs the most memory."""
-        lengths = self.lengths
-        order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-        return [[order[place] for place in batch] for batch in
-                token_batches([lengths[index] for index in order], token_budget)]
 
 
 def run(config: Config) -> None:
@@ -79,16 +48,31 @@ def run(config: Config) -> None:
     Raises InputRefused when the disk cannot hold the store or the responses are of another renderer or target, and
     UserError when the disk fills up or more than 1 % of the samples have unusable hidden states.
     """
-    if config.features.mode != "cached":
+    if config.features.path is not None:
+        log.info("features: those in %s are used as they are (features.path)", config.features.path)
+        return
+    if not paths.makes_store(config):
         log.info("features: computed while training (features.mode=%s), nothing to store", config.features.mode)
         return
     responses = _responses(config)
     if artifacts.is_complete(paths.features_dir(config), store_fingerprint(config, responses)):
         log.info("features: up to date (%s)", paths.features_dir(config))
         return
-    target = load_target(config.target, device=distributed.device(), cache_dir=paths.model_cache(config))
+    cache = paths.model_cache(config)
+    if config.features.mode == "server":
+        head = load_head(config.target, device=distributed.device(), cache_dir=cache)
+        with served_target(config, head) as served:
+            build = plan_store(config, head, served_facts(config, served))
+            finish_store(build, served, open_store(build))
+        return
+    target = load_target(config.target, device=distributed.device(), cache_dir=cache)
     build = plan_store(config, target)
     finish_store(build, target, open_store(build))
+
+
+def served_facts(config: Config, served: ServedTarget) -> dict[str, Any]:
+    """What a store remembers of the engine that made it: a drafter is best on what its features were made by."""
+    return served.facts | {"quantization": config.features.server.quantization, "dtype": config.target.dtype}
 
 
 @dataclass(frozen=True)
@@ -101,9 +85,11 @@ class StoreBuild:
     work: Work
     fingerprint: str
     responses: artifacts.Manifest
+    served: Optional[dict[str, Any]] = None  # the engine, where one computes them
 
 
-def plan_store(config: Config, target: FrozenTarget) -> StoreBuild:
+def plan_store(config: Config, target: FrozenTarget | TargetHead,
+               served: Optional[dict[str, Any]] = None) -> StoreBuild:
     """The store of these options. Raises InputRefused for responses of another renderer or target."""
     responses = _responses(config)
     work = Work({
@@ -112,7 +98,8 @@ def plan_store(config: Config, target: FrozenTarget) -> StoreBuild:
         for split in SPLITS
     })
     header = _header(config, target, responses)
-    return StoreBuild(config, paths.features_dir(config), header, work, store_fingerprint(config, responses), responses)
+    return StoreBuild(config, paths.features_dir(config), header, work, store_fingerprint(config, responses), responses,
+                      served)
 
 
 def open_store(build: StoreBuild) -> Rendezvous:
@@ -124,7 +111,7 @@ def open_store(build: StoreBuild) -> Rendezvous:
     return meeting
 
 
-def finish_store(build: StoreBuild, target: FrozenTarget, meeting: Rendezvous, *, tokens: int = 0,
+def finish_store(build: StoreBuild, target: FrozenTarget | ServedTarget, meeting: Rendezvous, *, tokens: int = 0,
                  seconds: float = 0.0) -> None:
     """Extract what is in no finished shard, dealt over the ranks, and join the index. Collective.
 
@@ -155,7 +142,7 @@ def _identity(responses: artifacts.Manifest) -> str:
     return artifacts.canonical_hash(responses.files)  # by content: answers made again may be the same
 
 
-def _header(config: Config, target: FrozenTarget, responses: artifacts.Manifest) -> StoreHeader:
+def _header(config: Config, target: FrozenTarget | TargetHead, responses: artifacts.Manifest) -> StoreHeader:
     renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
     for name, now in (("renderer_hash", renderer.hash), ("target_fingerprint", target.fingerprint)):
         made_with = responses.facts.get(name)
@@ -180,11 +167,8 @@ def _begin(build: StoreBuild) -> None:
     require_disk(directory, max(0, needed - there))
     artifacts.begin(directory, PRODUCER, build.fingerprint, inputs={"responses": build.responses.fingerprint},
                     seed=build.config.run.seed, config=paths.features_key(build.config),
-                    facts={"header": asdict(header), "estimated_bytes": needed})
-
-
-def _quarantine_file(directory: Path, rank: int) -> Path:
-    return directory / f"quarantine-{rank:05d}.jsonl"
+                    facts={"header": asdict(header), "estimated_bytes": needed}
+                    | ({"served": build.served} if build.served else {}))
 
 
 def _prepare(directory: Path, header: StoreHeader, meeting: Rendezvous) -> None:
@@ -194,44 +178,54 @@ def _prepare(directory: Path, header: StoreHeader, meeting: Rendezvous) -> None:
             path.unlink(missing_ok=True)
 
 
-def _extract(build: StoreBuild, target: FrozenTarget, meeting: Rendezvous) -> dict[str, Any]:
+def _encoded(target: FrozenTarget | ServedTarget, batches: Iterable[list[Sample]]) -> Iterator[FeatureSample | Refusal]:
+    if isinstance(target, ServedTarget):
+        yield from target.stream(chain.from_iterable(batches))
+        return
+    for batch in batches:
+        yield from encode_samples(target, batch)
+
+
+def _extract(build: StoreBuild, target: FrozenTarget | ServedTarget, meeting: Rendezvous) -> dict[str, Any]:
     """This rank's batches. They are dealt over all samples, finished or not, so that every rank deals alike."""
     directory, work, config = build.directory, build.work, build.config
     done = finished_samples(directory)
-    ids, allowed = work.ids, max(1, int(QUARANTINE_LIMIT * len(work)))
+    ids, lengths = work.ids, work.lengths
     batches = work.batches(config.features.token_budget)[meeting.rank::meeting.world_size]
     todo = [[index for index in batch if ids[index] not in done] for batch in batches]
     if done:
         log.info("features: %d of %d samples are in finished shards", len(done), len(ids))
+    splits = {ids[index]: work.get(index)[0] for batch in todo for index in batch}
+    tokens = {ids[index]: lengths[index] for batch in todo for index in batch}
     writer = FeatureWriter(directory, build.header, shard_bytes=config.features.shard_megabytes * 2**20,
                            rank=meeting.rank)
-    quarantined = 0
-    with DurableWriter(_quarantine_file(directory, meeting.rank)) as aside, \
-            Progress("features", sum(map(len, todo)), "samples") as progress:
-        for batch in filter(None, todo):
-            splits, samples = zip(*map(work.get, batch))
-            for split, item in zip(splits, encode_samples(target, samples)):
+    with Quarantine(directory, meeting.rank, len(work)) as quarantine, \
+            Progress("features", len(splits), "samples") as progress:
+        samples = ([work.get(index)[1] for index in batch] for batch in todo if batch)
+        try:
+            for item in _encoded(target, samples):
+                name = item.sample_id if isinstance(item, Refusal) else item.sample.sample_id
                 try:
-                    writer.write(item.sample, split, item.features, item.last_hidden)
+                    if isinstance(item, Refusal):
+                        raise BadFeatures(f"sample {name!r}: {item.reason}")
+                    writer.write(item.sample, splits[name], item.features, item.last_hidden)
                 except BadFeatures as error:
-                    quarantined += 1
-                    log.error("features: set aside: %s", error)
-                    aside.write({"sample_id": item.sample.sample_id, "reason": str(error)})
-                    if quarantined > allowed:
-                        writer.close()
-                        raise UserError(f"{quarantined} samples have unusable hidden states, at most {allowed} may; "
-                                        f"the last: {error} All are in {directory}/quarantine-*.jsonl") from None
-                progress.add(len(item.sample.input_ids))
+                    quarantine.add(name, error)
+                progress.add(tokens[name])
+        except UserError:
+            with contextlib.suppress(UserError):  # what is there stays, whatever ended this
+                writer.close()
+            raise
         writer.close()
     return {"samples": writer.samples, "tokens": progress.tokens, "seconds": progress.seconds,
-            "quarantined": quarantined}
+            "quarantined": quarantine.count}
 
 
 def _conclude(directory: Path, work: Work, results: list[dict[str, Any]]) -> None:
     aside = {
         row["sample_id"] for path in sorted(directory.glob("quarantine-*.jsonl")) for _, row in read_rows(path)
     }
-    if len(aside) > max(1, int(QUARANTINE_LIMIT * len(work))):
+    if len(aside) > allowed_aside(len(work)):
         raise UserError(f"{directory}: {len(aside)} of {len(work)} samples have unusable hidden states, more than "
                         f"{QUARANTINE_LIMIT:.0%}. They are listed in quarantine-*.jsonl; run {COMMAND} again when the "
                         "cause is mended.")

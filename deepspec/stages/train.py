@@ -16,8 +16,10 @@ from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.drafters.warm_start import warm_start
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.stages.confidence import held_out_requests
-from deepspec.stages.feature_sources import load_data, needs_whole_target
+from deepspec.stages.division import begin_training
+from deepspec.stages.feature_sources import Target, load_data, needs_head_only, needs_whole_target
 from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.head import load_head
 from deepspec.targets.load import load_target
 from deepspec.tracking import Tracker
 from deepspec.training import checkpoint
@@ -34,6 +36,7 @@ JOB_TYPE = "train_drafter"
 
 def run(config: Config) -> None:
     """Train, or continue, or say that there is nothing to do. Ends the process with 0 when SIGTERM asked for that."""
+    begin_training()
     distributed.init()
     tracker = Tracker.start(dataclasses.asdict(config) | {"world_size": distributed.world_size()}, config.tracking,
                             config.run.name, run_dir(config), JOB_TYPE, id=_tracking_id(config))
@@ -56,15 +59,18 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     device = distributed.device()
     # With features on disk the target is needed for two of its matrices only: the rest never reaches the GPU.
     whole = needs_whole_target(config) or config.trainer.decode_every > 0
-    target = load_target(config.target, device=device if whole else "cpu", cache_dir=model_cache(config))
+    load = load_head if needs_head_only(config) else load_target
+    target: Target = load(config.target, device=device if whole else "cpu", cache_dir=model_cache(config))
     shape = shape_from(target.spec, config.target, config.drafter)
     on_target = shared_weights(target)
     shared = SharedWeights(on_target.embed.to(device), on_target.lm_head.to(device), on_target.fingerprint)
     drafter = make_drafter(config, shape, shared, target)
     data = load_data(config, target)
-    decoder = live_decoder(config, shape, shared, target) if config.trainer.decode_every else None
-    if not whole:
-        del target, on_target
+    decoder = None
+    if config.trainer.decode_every:
+        assert isinstance(target, FrozenTarget), "loaded whole for real decoding"
+        decoder = live_decoder(config, shape, shared, target)
+    del target, on_target  # whatever still needs the target holds it
     identity = run_identity(config, shape, target=shared.fingerprint, data=data.fingerprint)
     packer = Packer(data.train, shape, config.trainer, config.objective, seed=config.run.seed,
                     num_workers=config.data.num_workers, documents=data.documents)
@@ -79,6 +85,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     log.info("training %.1f M parameters on %d samples: %d steps of %d samples", _millions(drafter), len(data.train),
              trainer.total_steps, config.trainer.global_batch_size)
     result = trainer.run()
+    data.done(result.trained and not result.stopped and result.step >= trainer.per_epoch)
     if result.trained and result.row:
         tracker.summary({"final/loss": result.row["loss"],
                          "final/acceptance_length_proxy": result.row["acceptance_length_proxy"]})
@@ -88,7 +95,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     return result
 
 
-def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: FrozenTarget) -> DSparkDrafter:
+def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: Target) -> DSparkDrafter:
     """A drafter initialised from the seed, the target's last layers, or an exported drafter."""
     torch.manual_seed(config.run.seed)
     drafter = build_drafter(shape, shared, confidence_detach=config.objective.confidence_detach,
@@ -97,6 +104,7 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
     if config.drafter.warm_start and config.drafter.init_from:
         raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
     if config.drafter.warm_start:
+        assert isinstance(target, FrozenTarget), "loaded whole for a warm start"
         count = warm_start(drafter, list(target.layers), target.final_norm_weight)
         log.info("warm start: %d tensors copied from the target's last layers", count)
     if config.drafter.init_from:

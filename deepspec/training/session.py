@@ -15,6 +15,7 @@ from deepspec.drafters.registry import shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
 from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.head import TargetHead
 from deepspec.targets.load import load_target
 from deepspec.training import checkpoint
 from deepspec.training.checkpoint import TRAINED
@@ -37,7 +38,7 @@ class RunSession:
     weights: str = TRAINED  # or ema: which of the checkpoint's weights these are
 
 
-def shared_weights(target: FrozenTarget) -> SharedWeights:
+def shared_weights(target: FrozenTarget | TargetHead) -> SharedWeights:
     """The target's embedding and LM head as the drafter uses them."""
     return SharedWeights(target.embed_weight, target.lm_head_weight, target.fingerprint)
 

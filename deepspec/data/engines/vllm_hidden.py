@@ -115,8 +115,8 @@ class VllmHidden:
         layers, width = len(self._options.layers) + 1, self._options.hidden_size
         wanted = engine_layers(self._options.layers, self._options.num_layers)
         if states.dim() != 3 or tuple(states.shape[1:]) != (layers, width):
-            raise self._fault(server, f"hidden states of shape {tuple(states.shape)}; expected {(len(ids), layers, width)}"
-                              f": eagle_aux_hidden_state_layer_ids must be {wanted} there")
+            raise self._fault(server, f"hidden states of shape {tuple(states.shape)}; expected "
+                              f"{(len(ids), layers, width)}: eagle_aux_hidden_state_layer_ids must be {wanted} there")
         if len(states) != len(ids):
             raise RowRejected(f"{server.url}: hidden states of {len(states)} of {len(ids)} tokens. If it skips tokens "
                               f"whose cache it has, {CACHING}")

@@ -1,0 +1,59 @@
+"""What must be there before hidden states are read or taken from servers, looked at without torch."""
+
+import socket
+from typing import Sequence
+from urllib.parse import urlsplit
+
+from deepspec import artifacts
+from deepspec.config import paths
+from deepspec.config.schema import Config
+from deepspec.errors import InputRefused
+
+CONNECT_SECONDS = 0.15
+IMPORT = "python -m deepspec.data.features import FORMAT CACHE DIR --target FOLDER"
+
+
+def check_given_store(config: Config, stages: Sequence[str]) -> None:
+    """Raise InputRefused unless features.path is a finished store of the layers of this run."""
+    if config.features.path is None or not {"features", "train"} & set(stages):
+        return
+    directory = paths.features_dir(config)
+    manifest = artifacts.read_manifest(directory)
+    if manifest is None or manifest.producer != "features" or "header" not in manifest.facts:
+        raise InputRefused(f"features.path={config.features.path!r} is not a feature store. A cache of DeepSpec, "
+                           f"SpecForge or speculators becomes one with: {IMPORT}")
+    if manifest.status != "complete":
+        raise InputRefused(f"features.path={config.features.path!r} is unfinished. Run again what was making it.")
+    found, wanted = manifest.facts["header"].get("layers"), list(config.target.feature_layers)
+    if found != wanted:
+        raise InputRefused(f"features.path={config.features.path!r} has hidden states of layers {found}, but "
+                           f"target.feature_layers={wanted}. Set target.feature_layers={found}, or give another store.")
+
+
+def check_hidden_state_servers(config: Config, stages: Sequence[str]) -> None:
+    """Raise InputRefused when no server of hidden states answers and this run would ask one."""
+    server = config.features.server
+    asked = "features" in stages if server.store else "train" in stages
+    if config.features.mode != "server" or not asked or (server.store and _stored(config)):
+        return
+    for key, urls in (("servers", server.servers), ("last_servers", server.last_servers)):
+        failures = [failure for url in urls if (failure := connect_failure(url)) is not None]
+        if urls and len(failures) == len(urls):
+            raise InputRefused(f"No server of features.server.{key} answers: {'; '.join(failures)}. Start one as in "
+                               "docs/data.md, or use features=cached or features=online.")
+
+
+def _stored(config: Config) -> bool:
+    manifest = artifacts.read_manifest(paths.features_dir(config))
+    return manifest is not None and manifest.status == "complete"
+
+
+def connect_failure(url: str) -> str | None:
+    """Why there is no server at ``url``, None if there is one."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS):
+            return None
+    except (OSError, ValueError) as error:
+        return f"{url} ({error})"

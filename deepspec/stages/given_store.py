@@ -1,0 +1,57 @@
+"""Training on a store that was there before the run (features.path): imported, or made elsewhere."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from deepspec.data.feature_format import read_header
+from deepspec.data.features.cache import SOURCE, split_of
+from deepspec.data.features.importing import UNCHECKED
+from deepspec.data.sources import CachedFeatures, Expected
+from deepspec.data.subset import Subset
+from deepspec.errors import InputRefused
+
+log = logging.getLogger(__name__)
+GivenSplit = CachedFeatures | Subset
+
+
+def given_features(directory: Path, expected: Expected, allow: frozenset[str], *, held_out_fraction: float,
+                   target_dtype: Optional[str] = None,
+                   dtype: Optional[torch.dtype] = None) -> tuple[GivenSplit, GivenSplit, str]:
+    """Training samples, held-out samples, fingerprint of both.
+
+    Target, layers and convention are compared as for a store of our own. What an imported store cannot know (how its
+    text was rendered, of which responses it is) is not, with a warning. A store that holds out nothing is split here,
+    by the hash of the samples' ids: a sample never changes sides. Raises InputRefused for a store of something else.
+    """
+    manifest, header = read_header(directory)
+    if SOURCE in manifest.config:
+        expected = replace(expected, renderer_hash=None, responses_fingerprint=None)
+        log.warning("features: %s was imported from a cache of %s, which does not say how its text was rendered or "
+                    "which answers it holds: neither can be compared with this run's renderer and responses", directory,
+                    manifest.config[SOURCE]["format"])
+    if header.target_fingerprint == UNCHECKED and "target_fingerprint" not in allow:
+        raise InputRefused(f"{directory} was imported without looking at any target, so nobody knows whose hidden "
+                           "states it has. Import it again with --target FOLDER, or take it on trust with "
+                           "features.allow=[target_fingerprint].")
+    if target_dtype is not None and header.source_dtype != target_dtype:
+        log.warning("features: %s has hidden states of a target in %s, but target.dtype=%s: in another precision a "
+                    "target has another fingerprint, and other numbers", directory, header.source_dtype, target_dtype)
+    opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow)
+    train, held_out = opened(split="train"), opened(split="held_out")
+    if not len(train) and not len(held_out):
+        raise InputRefused(f"{directory} has no samples to train on.")
+    if len(held_out) or not held_out_fraction:
+        return train, held_out, manifest.fingerprint
+    parts = [Subset(train, partial(_belongs, split, held_out_fraction)) for split in ("train", "held_out")]
+    log.info("features: %s holds out no samples; %d of %d are held out now, by the hash of their ids "
+             "(features.held_out_fraction=%g)", directory, len(parts[1]), len(train), held_out_fraction)
+    return parts[0], parts[1], f"{manifest.fingerprint}:{held_out_fraction}"
+
+
+def _belongs(split: str, fraction: float, sample_id: str) -> bool:
+    return split_of(sample_id, fraction) == split
