@@ -1,0 +1,124 @@
+"""Stage: serving simulated from this run's profile and acceptance, and that of other runs."""
+
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from deepspec import distributed
+from deepspec.artifacts import SCHEMA_VERSION, atomic_write_json
+from deepspec.calibration import ConfidenceRecords
+from deepspec.config.paths import responses_dir, run_dir
+from deepspec.config.schema import Config, draft_length
+from deepspec.data.responses import read_responses
+from deepspec.decoding.decoder import SpeculativeDecoder
+from deepspec.errors import InputRefused
+from deepspec.profiling.scheduler import trusted_cost
+from deepspec.simulation.costs import StepCosts
+from deepspec.simulation.recommend import Recommendation, as_json, recommend
+from deepspec.simulation.subjects import TRACES_FILE, Subject, calibrated, other_subject, read_profile_header
+from deepspec.simulation.sweep import Point, loads_of, sweep
+from deepspec.simulation.traces import Traces, traces_from_records, traces_of
+from deepspec.stages.confidence import held_out_requests
+from deepspec.targets.sampling import Sampling
+from deepspec.training.checkpoint import drafter_sha256
+from deepspec.training.session import chosen_checkpoint, load_run
+
+log = logging.getLogger(__name__)
+SIMULATION_FILE = "simulation.json"
+_SEED_OFFSET = 15485863  # other draws than evaluation's and calibration's on the same prompts
+
+
+def own_traces(config: Config, sha256: str) -> Traces:
+    """Acceptance of this run's drafter: kept traces, else its confidence records, else held-out prompts decoded now.
+
+    The last is for drafters without a confidence head; it loads target and drafter.
+    """
+    path = run_dir(config) / TRACES_FILE
+    if path.is_file():
+        try:
+            return Traces.load(path, drafter_sha256=sha256)
+        except InputRefused as error:
+            log.info("%s", error)
+    records = run_dir(config) / "confidence" / "records.npz"
+    if records.is_file():
+        lengths = {row.id: len(row.turns[0].prompt_ids) for row in read_responses(responses_dir(config), "held_out")}
+        traces = traces_from_records(ConfidenceRecords.load(
+            records, block_length=draft_length(config.drafter), drafter_sha256=sha256), lengths)
+    else:
+        traces = decode_traces(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    traces.save(path)
+    return traces
+
+
+def decode_traces(config: Config) -> Traces:
+    """Decode held-out prompts with every draft token verified."""
+    session, options = load_run(config), config.confidence
+    decoder = SpeculativeDecoder(
+        session.target, session.drafter, Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET),
+        batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, mode="fixed")
+    results = list(decoder.decode(held_out_requests(config, options.max_prompts)))
+    return traces_of(results, session.drafter.shape.draft_length, drafter_sha256=session.drafter_sha256,
+                     sampling_temperature=options.temperature)
+
+
+def own_subject(config: Config) -> Subject:
+    """This run's drafter. Raises InputRefused for a profile that is missing, flat, thin or of another drafter."""
+    directory = run_dir(config)
+    sha256 = drafter_sha256(chosen_checkpoint(config), config.export.weights)
+    trusted_cost(directory / "profile", min_samples=config.profile.min_samples, drafter_sha256=sha256)
+    traces = own_traces(config, sha256)
+    return Subject(config.run.name, traces, StepCosts.load(directory / "profile"), config.drafter.algorithm,
+                   config.drafter.num_layers, calibrated(directory, traces))
+
+
+def find_run(name: str, config: Config) -> Path:
+    """A run by directory, or by name beside this one. Raises InputRefused."""
+    for path in (Path(name), run_dir(config).parent / name):
+        if path.is_dir():
+            return path
+    raise InputRefused(f"runs: {name!r} is neither a directory nor a run beside {run_dir(config)}. Correct the name.")
+
+
+def run(config: Config) -> None:
+    """Write ``simulation.json``: the points of Figs. 7 and 8, and a recommendation per load."""
+    if distributed.rank() != 0:
+        return
+    options = config.simulate
+    subjects = [own_subject(config)]
+    header = read_profile_header(run_dir(config))
+    subjects += [other_subject(find_run(name, config), header) for name in config.runs]
+    total = len(subjects) * len(options.policies) * len(loads_of(options))
+    with tqdm(total=total, desc="simulate", unit="point", disable=not sys.stderr.isatty()) as bar:
+        points = sweep(subjects, options, config.scheduler, seed=config.run.seed, progress=bar.update)
+    advice = recommend(subjects, options, config.scheduler, seed=config.run.seed)
+    atomic_write_json(run_dir(config) / SIMULATION_FILE, {
+        "schema_version": SCHEMA_VERSION, "drafters": [_describe(subject) for subject in subjects],
+        "hardware": header.get("hardware"), "engine": header.get("engine"), "workload": asdict(options),
+        "scheduler": asdict(config.scheduler), "points": [asdict(point) for point in points],
+        "recommendations": as_json(advice)})
+    for line in table(points, advice):
+        log.info("%s", line)
+
+
+def _describe(subject: Subject) -> dict[str, object]:
+    traces = subject.traces
+    return {"name": subject.name, "algorithm": subject.algorithm, "layers": subject.layers,
+            "draft_length": traces.draft_length, "drafter_sha256": traces.drafter_sha256,
+            "conversations": len(traces), "blocks": len(traces.accepted),
+            "acceptance_length": traces.acceptance_length, "sampling_temperature": traces.sampling_temperature,
+            "calibrated": subject.temperatures is not None}
+
+
+def table(points: list[Point], advice: list[Recommendation]) -> list[str]:
+    """Lines of text: the points, then the recommendations."""
+    lines = [f"{'drafter':20s} {'decoding':14s} {'load':>12s}  tokens/s  per user  verified  accepted"]
+    for point in points:
+        load = f"{point.concurrency} users" if point.arrival_rate is None else f"{point.arrival_rate:g} req/s"
+        lines.append(f"{point.drafter or '-':20s} {point.policy:14s} {load:>12s} {point.tokens_per_second:9.1f} "
+                     f"{point.tokens_per_second_per_user:9.1f} {point.verify_budget:9.2f} "
+                     f"{point.acceptance_length:9.2f}")
+    return lines + [f"{item.concurrency} users: {item.reason}" for item in advice]
