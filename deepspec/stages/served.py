@@ -34,7 +34,7 @@ def _mine(urls: Sequence[str]) -> list[str]:
 
 def _job(config: Config) -> str:
     """The same after a restart, so that what a killed run left in the servers' folder is found and deleted."""
-    what = {"features": features_key(config)}
+    what: dict[str, object] = {"features": features_key(config)}
     if not config.features.server.store:
         what["run"] = str(run_dir(config).absolute())
     return f"deepspec-{canonical_hash(what, 10)}"

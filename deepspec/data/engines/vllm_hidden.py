@@ -45,8 +45,12 @@ class VllmHidden:
 
     async def connect(self) -> dict[str, Any]:
         model = await self._client.connect()
-        version = await self._client.get(f"{self._client.servers[0].url.removesuffix('/v1')}/version")
-        return {"engine": "vllm", "engine_version": (version or {}).get("version"), "model": model}
+        url = self._client.servers[0].url
+        version = await self._client.get(f"{url.removesuffix('/v1')}/version") or {}
+        listed = (await self._client.get(f"{url}/models") or {}).get("data", [])
+        roots = [entry.get("root") for entry in listed if entry.get("id") == model]  # path or hub id it was started with
+        return {"engine": "vllm", "engine_version": version.get("version"), "model": model,
+                "model_root": roots[0] if roots else None}
 
     async def close(self) -> None:
         await self._client.__aexit__(None, None, None)
