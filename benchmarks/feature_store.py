@@ -3,14 +3,22 @@
     PYTHONPATH=. python benchmarks/feature_store.py [name=value ...]
 
 Names: codecs (comma-separated), width, layers, tokens (of a sample), prompt (share of them), samples, repeats, threads,
-directory (where the store is written and read; default: the system's temporary folder), shard_megabytes.
+directory (where the store is written and read; default: the system's temporary folder), shard_megabytes, pack (samples
+asked for at a time), dtype (bfloat16 or float32).
 
 Prints one JSON line per codec. Hidden states are those of a transformer with random weights of that width, so the share
 of the lossless codec is that of such a model. ``of_plain`` is the share of (layers + 1) * width * 2 bytes per token,
-which is what DeepSpec's cache stores besides ids and masks. ``sequential`` reads the files from begin to end into a
-buffer; ``loader`` reads all samples in that order, packs of four, into bfloat16 tensors, checksums verified;
-``shuffled`` does so in random order. All in GB/s of stored bytes, best of ``repeats``; cold: after the system was asked
-to forget the files.
+which is what DeepSpec's cache stores besides ids and masks. All rates are GB/s of stored bytes, best of ``repeats``;
+cold: after the system was asked to forget the files. ``sequential`` reads the files from begin to end into a buffer of
+4 MB. The others read all samples, ``pack`` at a time, checksums verified:
+
+    loader    in the order of the files, as views of them: what the packs of training are made from
+    shuffled  the same in random order
+    gpu_pack  packs as they are sent to a GPU, which decodes them: one copy of the stored bytes
+    cpu_pack  packs decoded to ``dtype``
+
+and ``widen`` is the ceiling of ``cpu_pack``: PyTorch's plain conversion of as many int8 values (2-byte codecs: bfloat16
+values) to ``dtype``, in memory, no scale, no reading.
 """
 
 import json
@@ -23,7 +31,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -33,15 +41,17 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from deepspec import artifacts  # noqa: E402
 from deepspec.data.batch import Sample  # noqa: E402
+from deepspec.data.collate import collate  # noqa: E402
+from deepspec.data.feature_codec import SCALED  # noqa: E402
 from deepspec.data.feature_format import INDEX, PRODUCER, StoreHeader, estimate_bytes  # noqa: E402
 from deepspec.data.feature_shards import FeatureWriter, join_index  # noqa: E402
 from deepspec.data.sources import CachedFeatures  # noqa: E402
 
 DEFAULTS = {
     "codecs": "bf16,int8,fp8-e4m3,lossless", "width": 2560, "layers": 5, "tokens": 800, "prompt": 0.3, "samples": 24,
-    "repeats": 5, "threads": 2, "directory": tempfile.gettempdir(), "shard_megabytes": 128,
+    "repeats": 5, "threads": 2, "directory": tempfile.gettempdir(), "shard_megabytes": 128, "pack": 4,
+    "dtype": "bfloat16",
 }
-PACK = 4  # samples asked for at a time
 BLOCK = 4 << 20
 
 
@@ -93,25 +103,37 @@ def sequential(files: list[Path]) -> None:
                 pass
 
 
-def load(folder: Path, shuffled: bool = False) -> None:
-    """Every sample once, in the order of the files or in random order."""
-    source = CachedFeatures(folder, dtype=torch.bfloat16)
+def load(folder: Path, options: dict, shuffled: bool = False, decode: Optional[bool] = None) -> None:
+    """Every sample once, in the order of the files or in random order; in packs unless ``decode`` is None."""
+    source = CachedFeatures(folder, dtype=getattr(torch, options["dtype"]))
     order = list(range(len(source)))
     if shuffled:
         random.Random(0).shuffle(order)
-    for begin in range(0, len(order), PACK):
-        source.get(order[begin:begin + PACK])
+    for begin in range(0, len(order), options["pack"]):
+        samples = source.get_stored(order[begin:begin + options["pack"]])
+        if decode is not None:
+            collate(samples, num_anchors=1, draft_length=1, seed=0, epoch=0, decode=decode)
 
 
-def best(work: Callable[[], None], before: Callable[[], None], repeats: int) -> float:
-    """Fewest seconds."""
-    seconds = []
+def best(works: dict[str, Callable[[], None]], before: Callable[[], None], repeats: int) -> dict[str, float]:
+    """Fewest seconds of each. They take turns, so that a machine busy for a while slows all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
-        before()
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+        for name, work in works.items():
+            before()
+            started = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: min(found) for name, found in seconds.items()}
+
+
+def widen(options: dict, codec: str) -> float:
+    """GB/s of stored bytes when a pack of them is merely converted to the dtype of the pack."""
+    stored = torch.int8 if codec in SCALED else torch.bfloat16
+    shape = (options["pack"] * options["tokens"], options["layers"] * options["width"])
+    values, out = torch.ones(shape, dtype=stored), torch.empty(shape, dtype=getattr(torch, options["dtype"]))
+    fewest = best({"widen": lambda: out.copy_(values)}, lambda: None, options["repeats"])
+    return values.nbytes / fewest["widen"] / 1e9
 
 
 def measure(codec: str, options: dict, states: Tensor) -> dict:
@@ -135,12 +157,17 @@ def measure(codec: str, options: dict, states: Tensor) -> dict:
             "write_tokens_per_second": round(total / seconds),
         }
         for name, before in (("cold", lambda: forget(files)), ("warm", lambda: None)):
-            rates = {what: size / best(work, before, options["repeats"]) / 1e9 for what, work in (
-                ("sequential", lambda: sequential(files)), ("loader", lambda: load(folder)),
-                ("shuffled", lambda: load(folder, shuffled=True)))}
+            works: dict[str, Callable[[], None]] = {
+                "sequential": lambda: sequential(files), "loader": lambda: load(folder, options),
+                "shuffled": lambda: load(folder, options, shuffled=True),
+                "gpu_pack": lambda: load(folder, options, decode=False),
+                "cpu_pack": lambda: load(folder, options, decode=True),
+            }
+            rates = {what: size / least / 1e9 for what, least in best(works, before, options["repeats"]).items()}
             result |= {f"{what}_{name}_gigabytes_per_second": round(rate, 3) for what, rate in rates.items()}
-            result[f"loader_share_{name}"] = round(rates["loader"] / rates["sequential"], 3)
-        return result
+            result |= {f"{what}_share_{name}": round(rates[what] / rates["sequential"], 3)
+                       for what in ("loader", "gpu_pack", "cpu_pack")}
+        return result | {"widen_gigabytes_per_second": round(widen(options, codec), 3)}
     finally:
         shutil.rmtree(folder)
 
@@ -156,7 +183,7 @@ def main(arguments: list[str]) -> None:
     states = hidden_states(options["tokens"], options["layers"], options["width"])
     for codec in options["codecs"].split(","):
         line = {"benchmark": "feature_store", **measure(codec, options, states),
-                **{name: options[name] for name in ("width", "layers", "tokens", "prompt", "samples", "threads")},
+                **{name: value for name, value in options.items() if name not in ("codecs", "directory")},
                 "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         print(json.dumps(line), flush=True)
 

@@ -25,7 +25,7 @@ from deepspec.data.mixture import apportion, held_out
 from deepspec.data.ngrams import shingles
 from deepspec.data.prompt_pool import PromptPool, near_text
 from deepspec.data.prompt_rows import RowRefused, content_id, conversation, from_column
-from deepspec.data.prompt_sources import read_source
+from deepspec.data.prompt_sources import DEFAULT_EMBEDDED, read_source
 from deepspec.data.prompts import PROMPTS_FILE, SPLITS, PromptRow
 from deepspec.data.redaction import Redact, load_redaction, redacted, require_text
 from deepspec.data.totals import SourceCounts, Totals
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 TOTALS_FILE, DECONTAMINATION_FILE = "totals.json", "decontamination.json"
 OUTPUTS = (PROMPTS_FILE, TOTALS_FILE, DECONTAMINATION_FILE)
-DEFAULT_EMBEDDED = 1000  # prompts of an embedded source that names no limit
 _WORK = "collecting"
 _SHOWN_REFUSALS = 5
 _SHOWN_PAIRS = 20

@@ -11,6 +11,7 @@ from deepspec.data.request_logs import unwrap_request
 from deepspec.errors import ConfigError, InputRefused
 
 Located = tuple[str, Union[dict[str, Any], RowRefused]]  # ("file:line" or the like, row or why there is none)
+DEFAULT_EMBEDDED = 1000  # prompts of an embedded source that names no limit
 FILE_KINDS = {"jsonl": "jsonl", "requests": "jsonl", "parquet": "parquet"}  # kind -> how its files' names end
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from deepspec import artifacts
 from deepspec.config import paths
 from deepspec.config.schema import STAGES, Config
-from deepspec.planning import memory, work
+from deepspec.planning import memory, texts, work
 from deepspec.planning.ranks import trainer_ranks
 from deepspec.planning.sizes import ParameterCount, count_parameters
 
@@ -51,6 +51,7 @@ class Plan:
     states: tuple[memory.StateBytes, ...]
     step: memory.StepBytes
     workload: work.Workload
+    texts: texts.TextBytes
     flops: dict[str, float]
     hours: dict[str, dict[str, float]]  # accelerator -> stage -> device hours
     ranks: int
@@ -99,11 +100,24 @@ def plan_stages(config: Config) -> tuple[StagePlan, ...]:
     )
 
 
+def stages_due(stages: tuple[StagePlan, ...]) -> set[str]:
+    """Names of the stages that would run."""
+    return {stage.name for stage in stages if stage.requested and not stage.present}
+
+
+def planned_texts(config: Config, workload: work.Workload, due: set[str]) -> texts.TextBytes:
+    """Bytes of prompts and answers; sources are looked at only if a stage that writes such is ``due``."""
+    if not due & {"prompts", "responses"}:
+        return texts.TextBytes(0, 0, 0)
+    return texts.text_bytes(config, workload.prompts, workload.length)
+
+
 def needed_disk(config: Config, workload: work.Workload, stages: tuple[StagePlan, ...]) -> tuple[Disk, ...]:
     """Need against free, for the data root and for the run directory, counting only stages that would run."""
-    due = {stage.name for stage in stages if stage.requested and not stage.present}
+    due = stages_due(stages)
     fills = {stage.name: not stage.present for stage in stages}["features"] and config.features.mode == "hybrid"
-    data = workload.cache_bytes if "features" in due or (fills and "train" in due) else 0
+    cache = workload.cache_bytes if "features" in due or (fills and "train" in due) else 0
+    data = texts.peak(planned_texts(config, workload, due), cache, due)
     run = (workload.checkpoint_bytes if "train" in due else 0) + (workload.export_bytes if "export" in due else 0)
     root = Path(config.run.data_root)
     return (Disk(str(root), free_bytes(root), data), Disk(config.run.dir, free_bytes(Path(config.run.dir)), run))
@@ -135,7 +149,8 @@ def make_plan(config: Config) -> Plan:
     )
     return Plan(
         run=config.run.name, target=config.target.name, parameters=parameters, states=states,
-        step=memory.step_bytes(config, parameters, workload.packs), workload=workload, flops=flops,
+        step=memory.step_bytes(config, parameters, workload.packs), workload=workload,
+        texts=planned_texts(config, workload, stages_due(stages)), flops=flops,
         hours=accelerator_hours(flops),
         ranks=trainer_ranks(config), zero_stage=config.engine.zero_stage, stages=stages,
         disks=needed_disk(config, workload, stages),

@@ -67,6 +67,9 @@ def _work(plan: Plan) -> list[str]:
         assumed = f" (assumed: {LOSSLESS_SHARE:.0%} of bf16)" if load.cache_codec == "lossless" else ""
         codec = f"as {load.cache_codec}{assumed}"
         lines.append(f"  feature cache {codec}, {per_token}, {total} in {load.cache_files:,} shards")
+    if plan.texts.prompts or plan.texts.responses:
+        lines.append(f"  prompts {size(plan.texts.prompts)} and {size(plan.texts.pool)} of temporary files while they "
+                     f"are collected, answers {size(plan.texts.responses)}")
     lines.append(f"  checkpoints {size(load.checkpoint_bytes)} ({size(load.one_checkpoint_bytes)} each, and as much "
                  f"host memory of rank 0 while one is written), export {size(load.export_bytes)}")
     lines.append("  " + ", ".join(f"{stage} {amount:.3g} FLOP" for stage, amount in plan.flops.items()))

@@ -12,7 +12,7 @@ from deepspec.data.prompt_sources import FILE_KINDS, source_paths
 from deepspec.data.redaction import load_redaction
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning import work
-from deepspec.planning.estimate import is_present, needed_disk, plan_stages, stage_output
+from deepspec.planning.estimate import is_present, needed_disk, plan_stages, planned_texts, stage_output, stages_due
 from deepspec.planning.plan import size
 from deepspec.planning.preflight_features import check_given_store, check_hidden_state_servers, connect_failure
 from deepspec.planning.ranks import check_split
@@ -208,13 +208,17 @@ def _disk(config: Config) -> None:
         workload = work.workload(config, parameters)
     except TypeError:
         return  # target.shape is not filled in, so nothing can be estimated before the target loads
-    disks = needed_disk(config, workload, plan_stages(config))
-    for disk in disks:
+    stages = plan_stages(config)
+    for disk in needed_disk(config, workload, stages):
         if disk.need > disk.free:
             cache = " Use features.codec=int8 or features.mode=online (no cache at all)."
+            pool = planned_texts(config, workload, stages_due(stages)).pool
+            if disk.need < 2 * pool:
+                cache = (f" {size(pool)} of it are temporary files while prompts are collected: the texts of all valid "
+                         "rows of the sources.")
             raise InputRefused(f"Not enough disk for {disk.path}: about {size(disk.need)} needed, {size(disk.free)} "
                                "free. Free some, or move run.data_root or run.dir. plan=true shows the estimate."
-                               + (cache if paths.leaves_store(config) else ""))
+                               + (cache if disk.need < 2 * pool or paths.leaves_store(config) else ""))
 
 
 def preflight(config: Config, stages: list[str]) -> None:
