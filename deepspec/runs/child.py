@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional, Sequence
 
+from deepspec.distributed import free_port
 from deepspec.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -21,13 +21,6 @@ ERROR_LINES = 40
 _SAVING_SECONDS = 600.0
 # Where a sweep is itself a task of Slurm or of a launcher, its jobs are not: they get ranks of their own.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def command(overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
