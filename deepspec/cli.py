@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 OVERRIDES = "overrides.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _TURN_SECONDS = 2.0
+JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter"}
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "WANDB_SILENT": "true",
@@ -37,8 +38,8 @@ _ENVIRONMENT = {
 def main(config_name: str, stages: Optional[Sequence[str]] = None, *, job: Optional[str] = None) -> None:
     """Entry of a script. ``stages`` fixes what it runs; None takes ``stages`` from the configuration (the main job).
 
-    ``job`` names a package of ``deepspec`` whose ``run.run(config)`` runs instead of stages and returns the exit code;
-    options of its own config group may be written without the group's name.
+    ``job`` is one of ``JOBS``, whose ``run(config, overrides)`` runs instead of stages and returns the exit code;
+    options of the config group of that name may be written without the group's name.
 
     Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 3 input refused; a job may have more.
     """
@@ -131,7 +132,7 @@ def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]], 
     watch_launcher()
     try:
         if job is not None:
-            code = importlib.import_module(f"deepspec.{job}.run").run(config)
+            code = importlib.import_module(JOBS[job]).run(config, overrides)
             if code:
                 raise SystemExit(code)
             return

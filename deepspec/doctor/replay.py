@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deepspec.decoding.draft import DraftState
+from deepspec.decoding.recurrent import draft_state
 from deepspec.doctor.counts import Counts, PromptCounts
 from deepspec.doctor.reference import Text
 from deepspec.targets.sampling import Sampling
@@ -57,12 +57,12 @@ def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int
     judge is left out.
     """
     length = variant.drafter.shape.draft_length
-    drafts = DraftState(variant.drafter, len(texts), tokenizer_size=tokenizer_size,
-                        capacity=max(len(text.ids) for text in texts))
+    drafts = draft_state(variant.drafter, len(texts), tokenizer_size=tokenizer_size,
+                         capacity=max(len(text.ids) for text in texts))
     rows = []
     for place, text in enumerate(texts):
         row = _Row(text, _features(variant, text, states[place]), len(text.prompt), 0, [0] * length)
-        drafts.append(place, row.features[:row.anchor])
+        drafts.append(place, row.features[:row.anchor], text.ids[1:row.anchor + 1])
         rows.append(row)
     sampling, uniforms = Sampling(temperature=0.0), torch.zeros(len(rows), length)
     while True:
@@ -79,7 +79,8 @@ def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int
                 row.accepted[kept] += 1
                 kept += 1
             row.rounds += 1
-            drafts.append(place, row.features[row.anchor:row.anchor + kept + 1])
-            row.anchor += kept + 1
+            end = row.anchor + kept + 1
+            drafts.append(place, row.features[row.anchor:end], row.text.ids[row.anchor + 1:end + 1])
+            row.anchor = end
     return Counts(tuple(PromptCounts(row.rounds, row.rounds * length, sum(row.accepted), tuple(row.accepted))
                         for row in rows))

@@ -6,7 +6,7 @@ Exit code 0 when it is healthy, 4 when a fault was found; what was found is in `
 import logging
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 from deepspec.artifacts import atomic_write_json
 from deepspec.config.paths import run_dir
@@ -85,7 +85,7 @@ def examine_server(config: Config, session: RunSession, engine: Engine) -> tuple
                           tolerance=options.tolerance, certainty=options.certainty, sampled=sampled)
 
 
-def run(config: Config) -> int:
+def run(config: Config, overrides: Sequence[str] = ()) -> int:
     """Examine ``doctor.endpoint`` and write the report. Returns the exit code."""
     engine = connect(config.doctor)
     log.info("%s %s serves %s", engine.facts.engine, engine.facts.version or "", engine.facts.model)

@@ -52,7 +52,15 @@ def _doctor(config: Config) -> None:
     check_endpoint("doctor.endpoint", options.endpoint)
 
 
-_CHECKS: dict[str, Callable[[Config], None]] = {"doctor": _doctor}
+def _import(config: Config) -> None:
+    folder = config.drafter.init_from
+    if not folder:
+        raise ConfigError("drafter.init_from is not set: give the folder of the drafter, drafter.init_from=DIR.")
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        raise InputRefused(f"drafter.init_from={folder!r} has no config.json. Give the folder of a drafter.")
+
+
+_CHECKS: dict[str, Callable[[Config], None]] = {"doctor": _doctor, "import_drafter": _import}
 
 
 def check_job(config: Config, job: str) -> None:

@@ -21,6 +21,7 @@ from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
+from deepspec.training.importing import own_tensors, read_drafter
 from deepspec.training.state import AVERAGES, MOMENTS
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ STATE = "state.json"
 LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 PRODUCER = "train"
 TRAINED = "trained"  # of export.weights; the other is ema
-_TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight")  # published drafters carry copies
 
 
 @dataclass(frozen=True)
@@ -215,22 +215,19 @@ def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
 
 
 def load_exported(drafter: DSparkDrafter, folder: Path) -> None:
-    """Copy an exported (or published) drafter's weights; its embedding and LM head, if stored, are the target's.
+    """Copy the weights of a drafter in any of the four layouts; its embedding and LM head, if stored, are the target's.
 
-    Raises InputRefused when it is absent, of another shape, or made for other feature layers or mask token.
+    Raises InputRefused when it is absent, of another shape, or made for other feature layers, mask token or slots.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise InputRefused(f"drafter.init_from={folder} has no .safetensors file. Give an exported drafter's folder.")
-    theirs, ours = shape_from_config(_read_json(Path(folder) / "config.json")), drafter.shape
-    for name in ("feature_layers", "mask_token_id"):
+    ours = drafter.shape
+    theirs, tensors = read_drafter(Path(folder), ours.num_target_layers)
+    for name in ("feature_layers", "mask_token_id", "sample_from_anchor", "head"):
         if getattr(theirs, name) != getattr(ours, name):
             raise InputRefused(
                 f"drafter.init_from={folder} was made with {name}={getattr(theirs, name)!r}, this run has "
                 f"{getattr(ours, name)!r}. Use the same value, or start from something else."
             )
-    tensors = {name: value for path in files for name, value in _load(path).items()}
-    _copy(drafter, {name: value for name, value in tensors.items() if name not in _TARGETS_OWN}, Path(folder))
+    _copy(drafter, own_tensors(tensors), Path(folder))
 
 
 def _copy(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:

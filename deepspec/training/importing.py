@@ -1,0 +1,92 @@
+"""A drafter that was trained elsewhere (or exported here) as weights of this project's: any of the four layouts."""
+
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deepspec.drafters.config import shape_from_config
+from deepspec.drafters.layouts import SHARED_NAMES, deepspec_values, layout_of
+from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.errors import InputRefused
+
+_SHARED_NAMES = (*SHARED_NAMES, "model.embed_tokens.weight")
+_HEAD = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """config.json of ``folder`` as it is. Raises InputRefused when it is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputRefused(f"{path} cannot be read ({error}). Give the folder of a drafter, in the layout of DeepSpec, "
+                           "speculators, SpecForge or z-lab's DFlash.") from None
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of ``folder`` by their published names. Raises InputRefused when there is none or one is damaged."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise InputRefused(f"{folder} has no .safetensors file. Give the folder of a drafter with its weights; convert "
+                           "other files to safetensors first.")
+    found: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            found |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise InputRefused(f"{path} cannot be read ({error}). Copy it again.") from None
+    return found
+
+
+def _empty_head(tensors: dict[str, Tensor]) -> bool:
+    """Whether the Markov head is the zero one that anchor-slot DFlash drafters carry for their engines."""
+    return all(name in tensors and not bool(tensors[name].any()) for name in _HEAD) and tensors[_HEAD[0]].shape[1] == 1
+
+
+def read_drafter(folder: Path, target_layers: Optional[int] = None) -> tuple[DrafterShape, dict[str, Tensor]]:
+    """Shape and own tensors of the drafter in ``folder``, whatever its layout; copies of the target's matrices under
+    their published names are among them where the file has some.
+
+    ``target_layers``: depth of the target, for layouts that do not say. Raises InputRefused for what cannot be read.
+    """
+    values = read_values(folder)
+    where = f"{folder} ({layout_of(values)} layout)"
+    tensors = read_tensors(folder)
+    try:
+        values = deepspec_values(values, target_layers=target_layers)
+        if values.get("markov_rank") == 1 and not values.get("enable_confidence_head") and _empty_head(tensors):
+            values = {key: value for key, value in values.items() if key not in ("dflash_config", "markov_head_type")}
+            values |= {"markov_rank": 0, "deepspec_algorithm": "dflash"}
+            tensors = {name: value for name, value in tensors.items() if name not in _HEAD}
+        shape = shape_from_config(values)
+    except InputRefused as error:
+        raise InputRefused(f"{where}: {error}") from None
+    unusual = [name for name in ("d2t", "t2d") if name in tensors]
+    if unusual:
+        raise InputRefused(f"{where} maps a reduced draft vocabulary ({', '.join(unusual)}). This project's drafters "
+                           "know the whole vocabulary: use one that was trained without a mapping.")
+    return shape, tensors
+
+
+def own_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the copies of the target's two matrices."""
+    return {name: value for name, value in tensors.items() if name not in _SHARED_NAMES}
+
+
+def check_shared(tensors: dict[str, Tensor], shared: SharedWeights, where: Path) -> None:
+    """Refuse copies of embedding or LM head that are not this target's: the drafter belongs to another one."""
+    for names, matrix in ((("embed_tokens.weight", "model.embed_tokens.weight"), shared.embed),
+                          (("lm_head.weight",), shared.lm_head)):
+        for name in names:
+            stored = tensors.get(name)
+            if stored is None:
+                continue
+            same = stored.shape == matrix.shape and torch.equal(stored, matrix.detach().to("cpu", stored.dtype))
+            if not same:
+                raise InputRefused(f"{where}: its {name} is not this target's. The drafter was trained for another "
+                                   "model (or another revision of it): give that one as the target.")
