@@ -39,8 +39,8 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
                            "states it has. Import it again with --target FOLDER, or take it on trust with "
                            "features.allow=[target_fingerprint].")
     if target_dtype is not None and header.source_dtype != target_dtype:
-        log.warning("features: %s has hidden states of a target in %s, but target.dtype=%s: in another precision a "
-                    "target has another fingerprint, and other numbers", directory, header.source_dtype, target_dtype)
+        log.warning("features: %s has hidden states in %s, but target.dtype=%s: training starts from other rounding "
+                    "than the target of this run has", directory, header.source_dtype, target_dtype)
     opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow)
     train, held_out = opened(split="train"), opened(split="held_out")
     if not len(train) and not len(held_out):

@@ -48,7 +48,7 @@ class VllmHidden:
         url = self._client.servers[0].url
         version = await self._client.get(f"{url.removesuffix('/v1')}/version") or {}
         listed = (await self._client.get(f"{url}/models") or {}).get("data", [])
-        roots = [entry.get("root") for entry in listed if entry.get("id") == model]  # path or hub id it was started with
+        roots = [entry.get("root") for entry in listed if entry.get("id") == model]  # what it was started with
         return {"engine": "vllm", "engine_version": version.get("version"), "model": model,
                 "model_root": roots[0] if roots else None}
 
