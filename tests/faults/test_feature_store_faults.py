@@ -23,7 +23,7 @@ from deepspec.errors import UserError
 
 pytestmark = pytest.mark.slow
 
-COUNT, KILLS = 400, 20
+COUNT, KILLS, SMALL_SHARDS = 400, 20, 60_000  # two samples a shard
 CONTEXT: Any = multiprocessing.get_context("fork")  # a child has everything imported and is killed in mid-work
 
 
@@ -62,6 +62,17 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
 
 
+def written(folder: Path, pattern: str = "shard-*.bin") -> int:
+    """Bytes of the files of that name; some may vanish meanwhile."""
+    total = 0
+    for path in folder.glob(pattern):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
 def in_child(work: Callable[[], None]) -> Any:
     child = CONTEXT.Process(target=work)
     child.start()
@@ -74,21 +85,21 @@ def test_kills_change_no_byte(tmp_path: Path, codec: str) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     for folder in (whole, torn):
         folder.mkdir()
-    started = time.monotonic()
-    extract(whole, codec)
-    seconds = time.monotonic() - started
+    extract(whole, codec, SMALL_SHARDS)
     finish(whole, codec)
-    chance, killed = random.Random(0), 0
+    chance, step = random.Random(0), written(whole) / (2 * KILLS)
     for _ in range(KILLS):
-        child = in_child(lambda: extract(torn, codec))
-        child.join(chance.uniform(0.02, max(0.05, 0.4 * seconds)))
-        if child.is_alive():
-            os.kill(child.pid, signal.SIGKILL)
-            killed += 1
+        before, child = written(torn), in_child(lambda: extract(torn, codec, SMALL_SHARDS))
+        enough = before + chance.random() * 2 * step
+        while written(torn, ".*") + written(torn) < enough:
+            assert child.is_alive(), "it ended before it could be killed"
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.005)
+        os.kill(child.pid, signal.SIGKILL)
         child.join()
-    extract(torn, codec)
+    assert 0 < len(finished_samples(torn)) < COUNT
+    extract(torn, codec, SMALL_SHARDS)
     found = finish(torn, codec)
-    assert killed >= KILLS // 4
     assert content(torn) == content(whole)
     assert list(find_damage(read_catalog(torn))) == [] and len(found) == COUNT
 
