@@ -30,8 +30,12 @@ _HYDRA_FLAGS = (*_HYDRA_FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--ver
 
 
 def register_schema() -> None:
-    """Make ``defaults: [schema]`` of conf/base.yaml mean deepspec.config.schema.Config."""
+    """Make ``defaults: [schema]`` of conf/base.yaml mean deepspec.config.schema.Config.
+
+    ``${one_less:N}`` in a configuration file is N - 1: the id of the last of N layers.
+    """
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("one_less", lambda count: count - 1, replace=True)
 
 
 def adapt_argv(argv: list[str], environ: Mapping[str, str]) -> list[str]:

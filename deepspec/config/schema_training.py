@@ -9,6 +9,8 @@ class ObjectiveConfig:
     """Weights of Eq. 12 and how the loss is computed."""
 
     ce_weight: float = 0.1
+    # data: the token of the data (Eq. 9) | target: the target's distribution, as EAGLE-3 is trained (soft labels)
+    ce_labels: str = "data"
     tv_weight: float = 0.9
     confidence_weight: float = 1.0
     decay: Optional[float] = 4.0  # w_k = exp(-(k-1)/decay), in slots; null: the block size

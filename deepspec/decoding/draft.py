@@ -29,6 +29,40 @@ def draft_uniforms(seed: int, ids: Sequence[str], anchors: Sequence[int], rounds
     return uniform(seed, names, positions, PURPOSE_DRAFT).view(len(ids), length)
 
 
+class TokenChooser:
+    """Draws draft tokens of R requests and keeps the distributions they were drawn from.
+
+    ``uniforms`` [R, K] choose the tokens; ids from ``tokenizer_size`` on have no token and are never proposed.
+    """
+
+    def __init__(self, uniforms: Tensor, sampling: Sampling, tokenizer_size: int) -> None:
+        self._uniforms, self._sampling, self._tokenizer_size = uniforms, sampling, tokenizer_size
+        self._at: list[Tensor] = []
+        self._probs: list[Tensor] = []
+
+    def __call__(self, k: int, logits: Tensor) -> Tensor:
+        """Ids [R] of draft token k from its logits [R, V], which are changed in place."""
+        if self._tokenizer_size < logits.shape[-1]:
+            logits[:, self._tokenizer_size:] = float("-inf")
+        if self._sampling.temperature == 0:
+            return logits.argmax(dim=-1)
+        self._probs.append(target_probs(logits, self._sampling))
+        chosen = pick(self._probs[-1], self._uniforms[:, k])
+        self._at.append(self._probs[-1].gather(1, chosen[:, None]))
+        return chosen
+
+    def proposal(self, rows: Sequence[int], anchors: Tensor, ids: Tensor, hidden: Tensor,
+                 confidence: Optional[Tensor]) -> DraftProposal:
+        """What was drawn: ids [R, K], from hidden states [R, K, D], with the confidence's logits [R, K] if any."""
+        return DraftProposal(
+            rows=tuple(rows), ids=ids,
+            token_probs=torch.cat(self._at, dim=1) if self._at else torch.ones_like(self._uniforms).float(),
+            probs=torch.stack(self._probs, dim=1) if self._probs else None,
+            confidence_logits=None if confidence is None else confidence.float(), hidden=hidden,
+            previous_ids=torch.cat([anchors[:, None], ids[:, :-1]], dim=1),
+        )
+
+
 class DraftState:
     """Context keys and values (Eq. 3) of ``rows`` independent sequences, and proposals from them.
 
@@ -58,8 +92,9 @@ class DraftState:
         """Tokens of ``row``'s context, projected or buffered."""
         return self.lengths[row] + self._buffered[row]
 
-    def append(self, row: int, features: Tensor) -> None:
-        """Add the features [n, M*D] of the next n verified tokens of ``row``."""
+    def append(self, row: int, features: Tensor, next_ids: Sequence[int] = ()) -> None:
+        """Add the features [n, M*D] of the next n verified tokens of ``row``; the ids that follow them are not needed.
+        """
         self._pending[row].append(features)
         self._buffered[row] += len(features)
 
@@ -104,8 +139,7 @@ class DraftState:
         counts = [self._kept(self._buffered[row]) for row in rows]
         parts = [torch.cat(self._pending[row])[-count:] for row, count in zip(rows, counts)]
         positions = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts)]).to(self._device)
-        context = self.drafter.project_context(torch.cat(parts).to(self._device, self._dtype))
-        keys, values = self.drafter.context_kv(context, positions)
+        keys, values = self._project(torch.cat(parts).to(self._device, self._dtype), positions, rows, counts)
         self.reserve(max(ends))
         if self._keys is None or self._values is None:
             width = -(-self._kept(self._capacity) // _CONTEXT_STEP) * _CONTEXT_STEP
@@ -120,6 +154,11 @@ class DraftState:
             self._pending[row].clear()
             self._buffered[row] = 0
             self.lengths[row] = end
+
+    def _project(self, features: Tensor, positions: Tensor, rows: Sequence[int],
+                 counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, n, Hkv, hd] of features [n, M*D]; ``counts[i]`` of them belong to ``rows[i]``."""
+        return self.drafter.context_kv(self.drafter.project_context(features), positions)
 
     def _context(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [L, R, C, Hkv, hd] and how many are real [R]; views while the rows are neighbours."""
@@ -150,26 +189,7 @@ class DraftState:
     def _sample_block(self, rows: tuple[int, ...], anchors: Tensor, hidden: Tensor, uniforms: Tensor,
                       sampling: Sampling) -> DraftProposal:
         """Draw x_1..x_K one after the other, each from base logits plus the bias of its predecessor (Eq. 4)."""
-        at: list[Tensor] = []
-        probs: list[Tensor] = []
-
-        def choose(k: int, logits: Tensor) -> Tensor:
-            if self._tokenizer_size < logits.shape[-1]:
-                logits[:, self._tokenizer_size:] = float("-inf")  # rows without a token are never proposed
-            if sampling.temperature == 0:
-                return logits.argmax(dim=-1)
-            probs.append(target_probs(logits, sampling))
-            chosen = pick(probs[-1], uniforms[:, k])
-            at.append(probs[-1].gather(1, chosen[:, None]))
-            return chosen
-
+        choose = TokenChooser(uniforms, sampling, self._tokenizer_size)
         fused = greedy_drafting(hidden.device, self._tokenizer_size) if sampling.temperature == 0 else None
         block = sample_block(self.drafter, anchors, hidden, choose, fused)
-        confidence = block.confidence_logits
-        return DraftProposal(
-            rows=rows, ids=block.token_ids,
-            token_probs=torch.cat(at, dim=1) if at else torch.ones_like(uniforms).float(),
-            probs=torch.stack(probs, dim=1) if probs else None,
-            confidence_logits=None if confidence is None else confidence.float(), hidden=hidden,
-            previous_ids=torch.cat([anchors[:, None], block.token_ids[:, :-1]], dim=1),
-        )
+        return choose.proposal(rows, anchors, block.token_ids, hidden, block.confidence_logits)

@@ -1,7 +1,8 @@
-"""Attention of the parallel backbone: a block sees the context before its anchor and its own slots, nothing else.
+"""Attention of the drafters: a block sees the context before its anchor and its own slots, nothing else.
 
 T packed context rows, N blocks, S slots of a block, Hq query and Hkv key heads, hd head width, R requests, C padded
-context length. ``Bounds`` is the one definition of the mask; every backend below takes it from there:
+context length, K draft tokens. A chain of one-token steps is a block whose step j has one query and j + 1 own keys.
+``Bounds`` is the one definition of the mask; every backend below takes it from there:
 
 * chunked (attention_chunked.py): any device; context and block apart, merged by their log-sum-exp;
 * flex (attention_flex.py): FlexAttention with a block-sparse mask; training needs CUDA;
@@ -50,6 +51,17 @@ def plan_context(
     return plan_chunks(bounds, context_starts, context_rows, slots * heads)
 
 
+def plan_chain(
+    stop_rows: Tensor, context_starts: Tensor, context_rows: int, *, steps: int, heads: int, backend: str = "chunked",
+) -> list[ContextPlan]:
+    """Plans of steps 0 .. K-1 of a pack's chains: each sees the rows before ``stop_rows`` [N] and its own steps so far.
+    """
+    bounds = Bounds.of(stop_rows, context_starts, None)
+    if backend == "flex" and len(stop_rows):
+        return [plan_flex(bounds, context_rows, 1, own=step + 1) for step in range(steps)]
+    return [plan_chunks(bounds, context_starts, context_rows, heads)] * steps
+
+
 def choose_backend(name: str, states: Tensor, head_dim: int) -> str:
     """The backend that ``trainer.attention=name`` means for ``states``."""
     if name != "auto":
@@ -60,8 +72,8 @@ def choose_backend(name: str, states: Tensor, head_dim: int) -> str:
 def inject_context(queries: Tensor, keys: Tensor, values: Tensor, plan: ContextPlan) -> Tensor:
     """Attend ``K = [W_K H_ctx ; W_K H_d]``, ``V = [W_V H_ctx ; W_V H_d]`` in all blocks of a pack (Eq. 3).
 
-    queries [N, S, Hq, hd]; keys and values [T + N*S, Hkv, hd], the context's rows first, then those of the slots; RoPE
-    applied. Returns [N, S, Hq, hd] in the dtype of the queries.
+    queries [N, S, Hq, hd]; keys and values [T + N*S, Hkv, hd], the context's rows first, then those of the slots (of a
+    chain [T + N*(j+1), Hkv, hd] with S = 1); RoPE applied. Returns [N, S, Hq, hd] in the dtype of the queries.
     """
     if isinstance(plan, FlexPlan):
         return flex_attention(queries, keys, values, plan)
@@ -90,3 +102,16 @@ def inject_cached_context(
     attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
     attended = attended.view(count, key_heads, heads // key_heads, slots, width)
     return attended.permute(0, 3, 1, 2, 4).reshape(queries.shape)
+
+
+def attend_chain(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """One step of R chains while drafting: queries [R, Hq, hd] over keys and values [R, C + K, Hkv, hd].
+
+    ``seen`` [R, C + K] bool says which rows count; the others may hold anything finite. Returns [R, Hq, hd].
+    """
+    count, heads, width = queries.shape
+    grouped = queries.view(count, keys.shape[2], -1, width)
+    mask = seen[:, None, None, :].expand(count, 1, grouped.shape[2], -1)
+    attended = functional.scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    return attended.reshape(count, heads, width)

@@ -1,6 +1,7 @@
 """Drafter attention on any device: bounded memory, no mask over N*S x (T + N*S), no work on rows that nobody sees.
 
-T packed context rows, N blocks, S slots, Hq query and Hkv key heads, G = Hq / Hkv, hd head width, L rows of a chunk.
+T packed context rows, N blocks, S slots, O own keys of a block, Hq query and Hkv key heads, G = Hq / Hkv, hd head
+width, L rows of a chunk. O = S in a parallel block; a step of a chain has S = 1 and O = the steps so far.
 The slots of neighbouring anchors that share a key head are the rows of one matrix [n*S*G, hd], attended to the union of
 the rows they see; key and value heads are never repeated. The halves of a softmax, own slots first and then each
 context chunk, are merged by their maxima and sums. The backward pass recomputes the scores chunk by chunk from the
@@ -91,9 +92,9 @@ def _by_block(rows: Tensor, slots: int) -> Tensor:
     return by_slot.reshape(count, slots, key_heads * (group // slots), width)
 
 
-def _own(states: Tensor, slots: int) -> Tensor:
-    """Keys or values of the slots [N*S, Hkv, hd] as a view [Hkv, N, S, hd]."""
-    return states.view(len(states) // slots, slots, *states.shape[1:]).permute(2, 0, 1, 3)
+def _own(states: Tensor, count: int) -> Tensor:
+    """Own keys or values of N = ``count`` blocks [N*O, Hkv, hd] as a view [Hkv, N, O, hd]."""
+    return states.view(count, len(states) // count if count else 1, *states.shape[1:]).permute(2, 0, 1, 3)
 
 
 def _hide(scores: Tensor, bounds: Bounds, chunk: Chunk, value: float) -> Tensor:
@@ -140,7 +141,7 @@ class _ChunkedAttention(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan) -> Tensor:
         slots, key_heads, scale, rows = queries.shape[1], keys.shape[1], queries.shape[3]**-0.5, plan.context_rows
         query, key, value = _work(_by_key_head(queries, key_heads), keys, values)
-        own_keys, own_values = (_own(part[rows:], slots).flatten(0, 1) for part in (key, value))
+        own_keys, own_values = (_own(part[rows:], len(queries)).flatten(0, 1) for part in (key, value))
         probs = exact_bmm(query.flatten(0, 1), own_keys.transpose(1, 2), scale)
         top = probs.amax(dim=-1, keepdim=True)
         total = probs.sub_(top).exp_().sum(dim=-1, keepdim=True)
@@ -176,7 +177,7 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_keys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         grad_values = torch.zeros_like(grad_keys)
         whole = [part.flatten(0, 1) for part in (query, grad, lse, mean)]
-        own = [_own(part[rows:], slots) for part in (key, value, grad_keys, grad_values)]
+        own = [_own(part[rows:], len(queries)) for part in (key, value, grad_keys, grad_values)]
         found = _gradients(whole, own[0].flatten(0, 1), own[1].flatten(0, 1), plan.bounds)
         for place, part in zip((grad_query, *own[2:]), found, strict=True):
             place.copy_(part.view(place.shape))
@@ -194,14 +195,14 @@ class _ChunkedAttention(torch.autograd.Function):
 
 @torch.compiler.disable
 def chunked_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan) -> Tensor:
-    """Attention of block queries [N, S, Hq, hd] to context and own slots, keys and values [T + N*S, Hkv, hd].
+    """Attention of block queries [N, S, Hq, hd] to context and own keys, keys and values [T + N*O, Hkv, hd].
 
     Returns [N, S, Hq, hd] in the dtype of the queries; softmax and sums are float32 (float64 for float64 inputs).
     """
     if plan.order is None:
         return _ChunkedAttention.apply(queries, keys, values, plan)
-    count, slots, rows = *queries.shape[:2], plan.context_rows
-    places = torch.arange(count * slots, device=queries.device).view(count, slots)[plan.order].flatten()
+    count, rows = len(queries), plan.context_rows
+    places = torch.arange(len(keys) - rows, device=queries.device).view(count, -1)[plan.order].flatten()
     keys, values = (torch.cat((part[:rows], part[rows:][places])) for part in (keys, values))
     result = _ChunkedAttention.apply(queries[plan.order], keys, values, plan)
     return result[plan.order.argsort()]

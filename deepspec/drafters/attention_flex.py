@@ -8,7 +8,7 @@ CPU too, forward only: for checks.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -50,14 +50,15 @@ def _meets(first: Tensor, stop: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return (first[:, None] < high) & (stop[:, None] > low)
 
 
-def plan_flex(bounds: Bounds, context_rows: int, slots: int) -> FlexPlan:
-    """Mask over queries [N*S] and keys [T + N*S] of the blocks that ``bounds`` describes."""
+def plan_flex(bounds: Bounds, context_rows: int, slots: int, own: Optional[int] = None) -> FlexPlan:
+    """Mask over queries [N*S] and keys [T + N*O] of the blocks that ``bounds`` describes; ``own`` is O, None for S."""
+    own = slots if own is None else own
     queries = len(bounds.first) * slots
-    keys, device = context_rows + queries, bounds.first.device
+    keys, device = context_rows + len(bounds.first) * own, bounds.first.device
     owner = torch.arange(queries, device=device) // slots
     first, stop = bounds.first[owner].int(), bounds.stop[owner].int()
-    own_first = (context_rows + owner * slots).int()
-    own_stop = own_first + slots
+    own_first = (context_rows + owner * own).int()
+    own_stop = own_first + own
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(key, first[query], stop[query]) | visible(key, own_first[query], own_stop[query])
@@ -81,7 +82,7 @@ def _fused() -> Callable[..., Any]:
 
 @torch.compiler.disable  # of the layer around it: the kernel has a graph of its own
 def flex_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: FlexPlan) -> Tensor:
-    """As ``chunked_attention``: queries [N, S, Hq, hd], keys and values [T + N*S, Hkv, hd] to [N, S, Hq, hd]."""
+    """As ``chunked_attention``: queries [N, S, Hq, hd], keys and values [T + N*O, Hkv, hd] to [N, S, Hq, hd]."""
     attend: Any = _fused() if queries.is_cuda else flex.flex_attention
     query, key, value = (part.transpose(0, 1)[None] for part in (queries.flatten(0, 1), keys, values))
     attended = attend(query, key, value, block_mask=plan.mask, enable_gqa=queries.shape[2] != keys.shape[1])

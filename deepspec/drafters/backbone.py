@@ -5,7 +5,7 @@ published checkpoints.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,19 @@ class ContextProjection:
 
 
 class DraftAttention(nn.Module):
-    """Attention whose K/V projections serve context and block alike; norms on heads as in Qwen3."""
+    """Attention whose K/V projections serve context and block alike; norms on heads as in Qwen3.
 
-    def __init__(self, shape: DrafterShape) -> None:
+    ``input_size`` of the projections is the drafter's width if not given, ``bias`` gives queries, keys and values one.
+    """
+
+    def __init__(self, shape: DrafterShape, input_size: Optional[int] = None, bias: bool = False) -> None:
         super().__init__()
         self.head_dim, self.window = shape.head_dim, shape.sliding_window
         query_width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, key_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, key_width, bias=False)
+        width = shape.hidden_size if input_size is None else input_size
+        self.q_proj = nn.Linear(width, query_width, bias=bias)
+        self.k_proj = nn.Linear(width, key_width, bias=bias)
+        self.v_proj = nn.Linear(width, key_width, bias=bias)
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)

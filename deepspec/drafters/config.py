@@ -8,6 +8,8 @@ Engines count W from each slot, its own token included: slot k sees k + 1 contex
 
 from typing import Any, Mapping, Optional
 
+from deepspec.config.schema import is_autoregressive
+from deepspec.drafters.config_recurrent import recurrent_keys, with_absent_keys
 from deepspec.drafters.rope import rope_type
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import InputRefused
@@ -38,6 +40,16 @@ def _window_keys(shape: DrafterShape) -> dict[str, Any]:
         # Of the first max_window_layers layers Qwen3's configuration makes full ones when layer_types is missing.
         "max_window_layers": 0 if windowed else shape.num_layers,
         "layer_types": ["sliding_attention" if windowed else "full_attention"] * shape.num_layers,
+    }
+
+
+def _block_keys(shape: DrafterShape, num_anchors: int) -> dict[str, Any]:
+    """Keys of a drafter that makes a block in one pass."""
+    return {
+        **_window_keys(shape), "num_target_layers": shape.num_target_layers,
+        "target_hidden_size": shape.target_hidden_size, "target_model_type": shape.target_model_type,
+        "num_anchors": num_anchors, "sample_from_anchor": shape.sample_from_anchor,
+        **_slot_keys(shape), "dflash_config": _slot_keys(shape), "deepspec_algorithm": shape.algorithm,
     }
 
 
@@ -72,6 +84,7 @@ def shape_to_config(
     kind = rope_type(shape.rope_parameters)
     rope = {**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta}
     rope.pop("type", None)
+    own = recurrent_keys(shape) if shape.autoregressive else _block_keys(shape, num_anchors)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": "qwen3", "dtype": dtype, "torch_dtype": dtype,
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
@@ -81,11 +94,7 @@ def shape_to_config(
         "vocab_size": shape.vocab_size, "tie_word_embeddings": False, "initializer_range": 0.02, "use_cache": True,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         "max_position_embeddings": shape.max_position_embeddings, "rope_theta": shape.rope_theta,
-        "rope_scaling": None if kind == "default" else rope, "rope_parameters": rope,
-        **_window_keys(shape), "num_target_layers": shape.num_target_layers,
-        "target_hidden_size": shape.target_hidden_size, "target_model_type": shape.target_model_type,
-        "num_anchors": num_anchors, "sample_from_anchor": shape.sample_from_anchor,
-        **_slot_keys(shape), "dflash_config": _slot_keys(shape), "deepspec_algorithm": shape.algorithm,
+        "rope_scaling": None if kind == "default" else rope, "rope_parameters": rope, **own,
     }
     if shape.final_logit_softcap is not None:
         config["final_logit_softcapping"] = shape.final_logit_softcap
@@ -109,6 +118,8 @@ def _agreed(config: Mapping[str, Any]) -> dict[str, Any]:
 def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
     """Shape of a checkpoint or export, also of one made by the reference code; raises InputRefused on a missing key."""
     keys = _agreed(config)
+    if is_autoregressive(str(keys.get("deepspec_algorithm"))):
+        keys = with_absent_keys(keys)
     rank = int(keys.get("markov_rank") or 0)
     rope = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
     theta = rope.get("rope_theta", keys.get("rope_theta", 10000.0))
@@ -129,7 +140,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
             target_hidden_size=keys.get("target_hidden_size", keys["hidden_size"]),
             target_model_type=str(keys.get("target_model_type", keys["model_type"])),
             final_logit_softcap=keys.get("final_logit_softcapping"), embed_scale=float(keys.get("embed_scale", 1.0)),
-            sliding_window=window_of(keys),
+            sliding_window=window_of(keys), unroll=keys.get("deepspec_unroll"),
         )
     except KeyError as missing:
         raise InputRefused(

@@ -8,38 +8,30 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from deepspec.data.batch import TrainingBatch
-from deepspec.drafters.attention import check_backend, choose_backend, plan_context
+from deepspec.drafters.attention import choose_backend, plan_context
 from deepspec.drafters.backbone import ContextProjection, DraftLayer, initialise
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.confidence import ConfidenceHead
 from deepspec.drafters.norm import RMSNorm
-from deepspec.drafters.precision import exact
-from deepspec.drafters.rope import RotaryTable
 from deepspec.drafters.sequential import MarkovHead, build_head
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
 
 
-class DSparkDrafter(nn.Module):
+class DSparkDrafter(Drafter):
     """Parallel backbone, sequential head and confidence head over a frozen embedding and LM head.
 
-    Parameters carry the names of the published checkpoints. ``shared`` is no part of the module's state: it is moved by
-    nobody and must be on the device the drafter runs on.
+    Parameters carry the names of the published checkpoints.
     """
 
     def __init__(
         self, shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
         activation_checkpointing: bool = False, attention: str = "auto",
     ) -> None:
-        super().__init__()
-        check_backend(attention, shared.embed.device)
-        self.shape = shape
-        self.shared = shared
+        super().__init__(shape, shared, activation_checkpointing=activation_checkpointing, attention=attention)
         self.confidence_detach = confidence_detach  # the confidence loss then trains the confidence head alone
-        self.activation_checkpointing = activation_checkpointing
-        self.attention = attention  # auto | chunked | flex
         width = shape.hidden_size
         self.fc = nn.Linear(len(shape.feature_layers) * shape.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
@@ -48,18 +40,12 @@ class DSparkDrafter(nn.Module):
         self.markov_head = build_head(shape)
         rank = shape.markov_rank if shape.confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(width, rank) if shape.confidence_head else None
-        self._rotary = RotaryTable(shape)
         initialise(self)
 
     @property
     def sequential(self) -> Optional[MarkovHead]:
         """The sequential head, None if there is none."""
         return self.markov_head
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype the backbone computes in."""
-        return self.fc.weight.dtype
 
     def forward(self, batch: TrainingBatch) -> DrafterOutput:
         """Teacher-forced pass over all blocks of a pack; makes no logits. Without blocks all results are empty."""
@@ -110,13 +96,6 @@ class DSparkDrafter(nn.Module):
             states = layer.draft(states, angles, keys[index], values[index], context_lengths)
         return self._predicting(self.norm(states))
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """U_k [..., V] of h_k [..., D], float32 at least; a final softcap comes before the sequential bias."""
-        weight = self.shared.lm_head
-        logits = exact(functional.linear(hidden.to(weight.dtype), weight))
-        cap = self.shape.final_logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
     def confidence(self, hidden_k: Tensor, previous_ids: Tensor) -> Optional[Tensor]:
         """Logits [...] of Eq. 7 for h_k [..., D] and ids [...] of the tokens before; None without the head."""
         if self.confidence_head is None:
@@ -130,10 +109,7 @@ class DSparkDrafter(nn.Module):
         """Embeddings [N, S, D] of anchor and mask tokens, and their positions p .. p+S-1 [N, S]."""
         slots = torch.arange(self.shape.block_size, device=anchor_ids.device)
         ids = torch.where(slots == 0, anchor_ids[:, None], self.shape.mask_token_id)
-        states = functional.embedding(ids, self.shared.embed).to(self.dtype)
-        if self.shape.embed_scale != 1.0:
-            states = states * self.shape.embed_scale
-        return states, anchor_positions[:, None] + slots
+        return self._embed(ids), anchor_positions[:, None] + slots
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """Hidden states [.., K, D] of the slots that predict: all, or all but the anchor's."""

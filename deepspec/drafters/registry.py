@@ -2,16 +2,19 @@
 
 from typing import Callable
 
-from deepspec.config.schema import DrafterConfig, TargetConfig
+from deepspec.config.schema import DrafterConfig, TargetConfig, drafter_layers, is_autoregressive
 from deepspec.drafters.compiling import compile_layers
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.eagle3 import Eagle3Drafter
+from deepspec.drafters.mtp import MtpDrafter
 from deepspec.drafters.rope import SUPPORTED, rope_type
 from deepspec.drafters.sequential import HEADS
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import ConfigError
 from deepspec.targets.spec import TargetSpec
 
-Builder = Callable[..., DSparkDrafter]
+Builder = Callable[..., Drafter]
 _BUILDERS: dict[str, Builder] = {}
 
 
@@ -25,6 +28,8 @@ def register(name: str) -> Callable[[Builder], Builder]:
 
 register("dspark")(DSparkDrafter)
 register("dflash")(DSparkDrafter)
+register("eagle3")(Eagle3Drafter)
+register("mtp")(MtpDrafter)
 
 
 def _check_algorithm(name: str) -> None:
@@ -35,7 +40,7 @@ def _check_algorithm(name: str) -> None:
 def build_drafter(
     shape: DrafterShape, shared: SharedWeights, *, confidence_detach: bool = False,
     activation_checkpointing: bool = False, attention: str = "auto", compile: bool = False,
-) -> DSparkDrafter:
+) -> Drafter:
     """A freshly initialised drafter (from torch's global generator) of ``shape`` over the target's shared weights.
 
     The options are those of ``objective`` and ``trainer`` of the same names. Raises ConfigError.
@@ -58,7 +63,7 @@ def build_drafter(
 
 
 def _check_slots(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> None:
-    if drafter.block_size < 2:
+    if drafter.block_size < 2 and not is_autoregressive(drafter.algorithm):
         raise ConfigError(
             f"drafter.block_size={drafter.block_size} is too small: a block has its anchor and at least one more slot. "
             "Use 2 or more (the published drafters use 7)."
@@ -72,7 +77,18 @@ def _check_slots(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig)
             f"(0..{spec.vocab_size - 1}). Name a token that text never contains, for instance an unused special token; "
             "the serving engine must use the same id."
         )
+    _check_layers(spec, target, drafter)
+
+
+def _check_layers(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> None:
     layers = list(target.feature_layers)
+    if drafter.algorithm == "mtp":
+        if layers != [spec.num_layers - 1]:
+            raise ConfigError(
+                f"target.feature_layers={layers} with drafter.algorithm=mtp: its only feature is the target's last "
+                f"hidden state, target.feature_layers=[{spec.num_layers - 1}]. drafter=mtp sets that; leave it out."
+            )
+        return
     if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] > spec.num_layers - 2:
         raise ConfigError(
             f"target.feature_layers={layers} must be ascending ids of decoder layer outputs between 0 and "
@@ -88,9 +104,10 @@ def _check_heads(drafter: DrafterConfig) -> None:
             f"drafter.head={drafter.head} needs drafter.markov_rank of at least 1, not {drafter.markov_rank}: "
             "set a rank (256 as published), or drafter.head=none."
         )
-    if drafter.algorithm == "dflash" and (drafter.head != "none" or drafter.confidence_head):
+    if drafter.algorithm != "dspark" and (drafter.head != "none" or drafter.confidence_head):
         raise ConfigError(
-            f"drafter.algorithm=dflash has neither sequential nor confidence head, but drafter.head={drafter.head} and "
+            f"drafter.algorithm={drafter.algorithm} has neither sequential nor confidence head, but "
+            f"drafter.head={drafter.head} and "
             f"drafter.confidence_head={drafter.confidence_head}: set drafter.head=none and "
             "drafter.confidence_head=false, or use drafter.algorithm=dspark."
         )
@@ -111,9 +128,16 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
             f"{', '.join(SUPPORTED)}."
         )
     with_head = drafter.head != "none"
+    recurrent = is_autoregressive(drafter.algorithm)
+    if recurrent and (not drafter.sample_from_anchor or drafter.sliding_window is not None):
+        raise ConfigError(
+            f"drafter.algorithm={drafter.algorithm} drafts from the anchor on and sees the whole context, but "
+            f"drafter.sample_from_anchor={drafter.sample_from_anchor} and "
+            f"drafter.sliding_window={drafter.sliding_window}. Leave both out."
+        )
     return DrafterShape(
         algorithm=drafter.algorithm, hidden_size=spec.hidden_size,
-        intermediate_size=drafter.intermediate_size or spec.intermediate_size, num_layers=drafter.num_layers,
+        intermediate_size=drafter.intermediate_size or spec.intermediate_size, num_layers=drafter_layers(drafter),
         num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, vocab_size=spec.vocab_size,
         rms_norm_eps=spec.rms_norm_eps, rope_theta=spec.rope_theta, rope_parameters=dict(spec.rope_parameters),
         max_position_embeddings=spec.max_position_embeddings, block_size=drafter.block_size,
@@ -123,5 +147,5 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
         mask_token_id=target.mask_token_id, feature_layers=tuple(target.feature_layers),
         num_target_layers=spec.num_layers, target_hidden_size=spec.hidden_size, target_model_type=spec.model_type,
         final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
-        sliding_window=drafter.sliding_window,
+        sliding_window=drafter.sliding_window, unroll=drafter.unroll if recurrent else None,
     )

@@ -5,6 +5,8 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from deepspec.config.schema import is_autoregressive
+
 
 @dataclass(frozen=True)
 class DrafterShape:
@@ -36,11 +38,22 @@ class DrafterShape:
     final_logit_softcap: Optional[float] = None
     embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt of the width)
     sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; None: all
+    unroll: Optional[int] = None  # steps an autoregressive drafter is trained for; None: the draft length
 
     @property
     def draft_length(self) -> int:
         """Draft tokens per block, gamma."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens of a block that training teaches, K: gamma, unless a chain is unrolled by another number of steps."""
+        return self.draft_length if self.unroll is None else self.unroll
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether draft tokens come one pass of the drafter after the other, from its own hidden states."""
+        return is_autoregressive(self.algorithm)
 
 
 @dataclass(frozen=True)

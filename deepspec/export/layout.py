@@ -5,6 +5,9 @@ can count parameters with the very formulas that later gate an export.
 import math
 from typing import Any, Mapping
 
+from deepspec.export import layout_recurrent
+from deepspec.export.layout_recurrent import EAGLE3, MTP
+
 FORMATS = ("deepspec", "speculators", "specforge", "zlab_dflash")
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")
 SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight")
@@ -31,8 +34,30 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     return list(config.get("architectures", [])) == [DFLASH_ARCHITECTURE]
 
 
+def kind(config: Mapping[str, Any]) -> str:
+    """dspark, dflash (its 1+N layout), eagle3 or mtp: what names and shapes follow from."""
+    name = str(config.get("deepspec_algorithm"))
+    if name in (EAGLE3, MTP):
+        return name
+    recurrent = layout_recurrent.ARCHITECTURES.get("".join(config.get("architectures") or ()))
+    return recurrent or ("dflash" if is_dflash(config) else "dspark")
+
+
+def is_recurrent(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` is of an autoregressive drafter."""
+    return kind(config) in (EAGLE3, MTP)
+
+
+def shared_names(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of the copies of the target's embedding and LM head."""
+    embed, lm_head = layout_recurrent.SHARED.get(kind(config), SHARED_TENSORS)
+    return embed, lm_head
+
+
 def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of config.json that some loader reads and that therefore must be there, given the heads."""
+    if is_recurrent(config):
+        return layout_recurrent.REQUIRED[kind(config)]
     keys = COMMON_KEYS
     if config.get("markov_rank"):
         keys += ("markov_head_type",)
@@ -83,6 +108,8 @@ def _head_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what training changes, from the keys of config.json."""
+    if is_recurrent(config):
+        return {EAGLE3: layout_recurrent.eagle3_tensors, MTP: layout_recurrent.mtp_tensors}[kind(config)](config)
     hidden = config["hidden_size"]
     taps = len(config["target_layer_ids"])
     width = config.get("target_hidden_size", hidden)
@@ -97,7 +124,7 @@ def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a whole checkpoint: what training changes, and the copies of the target's two matrices."""
     shape = (config["vocab_size"], config["hidden_size"])
-    return {name: shape for name in SHARED_TENSORS} | trainable_tensors(config)
+    return {name: shape for name in shared_names(config)} | trainable_tensors(config)
 
 
 def count(tensors: Mapping[str, tuple[int, ...]]) -> int:
@@ -109,7 +136,7 @@ def breakdown(config: Mapping[str, Any]) -> dict[str, int]:
     """Parameters by part: fc, layers, norms, head, confidence (trainable) and frozen copies."""
     parts = {"fc": 0, "layers": 0, "norms": 0, "head": 0, "confidence": 0}
     for name, shape in trainable_tensors(config).items():
-        part = {"fc": "fc", "layers": "layers", "markov_head": "head", "confidence_head": "confidence"}.get(
-            name.split(".")[0], "norms")
+        part = {"fc": "fc", "layers": "layers", "model": "layers", "markov_head": "head",
+                "confidence_head": "confidence"}.get(name.split(".")[0], "norms")
         parts[part] += math.prod(shape)
     return parts | {"frozen": 2 * config["vocab_size"] * config["hidden_size"]}

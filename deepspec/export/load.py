@@ -40,10 +40,8 @@ def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[nn.
         raise InputRefused(f"{folder} does not hold the tensors its config.json promises: {'; '.join(problems[:5])}.")
     manifest = read_manifest(folder)
     fingerprint = manifest.inputs.get("target", "") if manifest is not None else ""
-    shared = SharedWeights(
-        embed=stored.pop("embed_tokens.weight").to(device), lm_head=stored.pop("lm_head.weight").to(device),
-        fingerprint=fingerprint,
-    )
+    embed, lm_head = (stored.pop(name).to(device) for name in layout.shared_names(values))
+    shared = SharedWeights(embed=embed, lm_head=lm_head, fingerprint=fingerprint)
     drafter = build_drafter(shape, shared).to(device=device, dtype=shared.embed.dtype)
     parameters = dict(drafter.named_parameters())
     if parameters.keys() != stored.keys():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepspec.artifacts import atomic_write_json
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
+from deepspec.export import layout
 
 SHARD_BYTES = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,12 +22,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 HEADER_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64", "I64": "int64"}
 
 
-def shared_tensors(shared: SharedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+def shared_tensors(shared: SharedWeights, dtype: torch.dtype,
+                   names: tuple[str, str] = layout.SHARED_TENSORS) -> dict[str, Tensor]:
     """The target's two matrices under their published names, each with its own storage even if the target ties them."""
-    return {
-        "embed_tokens.weight": shared.embed.detach().to("cpu", dtype).contiguous().clone(),
-        "lm_head.weight": shared.lm_head.detach().to("cpu", dtype).contiguous().clone(),
-    }
+    return {name: tensor.detach().to("cpu", dtype).contiguous().clone()
+            for name, tensor in zip(names, (shared.embed, shared.lm_head), strict=True)}
 
 
 def collect(drafter: nn.Module, serving: DrafterShape, shared: SharedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def collect(drafter: nn.Module, serving: DrafterShape, shared: SharedWeights, dt
 
     Raises InputRefused for a tensor that is empty: a ZeRO-3 placeholder that nobody gathered.
     """
-    tensors = shared_tensors(shared, dtype)
+    tensors = shared_tensors(shared, dtype, layout.shared_names({"deepspec_algorithm": serving.algorithm}))
     for name, parameter in drafter.named_parameters():
         if parameter.numel() == 0 or hasattr(parameter, "ds_id"):
             raise InputRefused(f"Drafter tensor {name} is partitioned, shape {tuple(parameter.shape)}: load it "

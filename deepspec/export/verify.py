@@ -8,7 +8,7 @@ from typing import Any, Sequence
 from torch import Tensor, nn
 
 from deepspec.errors import InputRefused
-from deepspec.export import checks, gates, tensors
+from deepspec.export import checks, gates, layout, tensors
 from deepspec.export.checks import CheckResult
 from deepspec.export.load import read_config
 
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 def _files(folder: Path, values: dict[str, Any], target: Any,
            drafter: nn.Module) -> tuple[list[CheckResult], dict[str, Any]]:
     """Checks 1-5, 11 and 12, which only read the folder and the target's two matrices."""
-    shared_problems, digests = checks.check_shared(folder, drafter.shared, tensors.DTYPES[values["dtype"]])
+    shared_problems, digests = checks.check_shared(folder, drafter.shared, tensors.DTYPES[values["dtype"]],
+                                                   layout.shared_names(values))
     mask_problems, norm = checks.check_mask_token(values, target.tokenizer, drafter.shared.embed)
     results = [
         CheckResult(2, "tensor names, shapes, dtype, finite values", tuple(checks.check_tensors(folder, values))),

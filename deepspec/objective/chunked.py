@@ -114,7 +114,8 @@ class ChunkedPass:
     """One run over the chunks: buffers, results and gradients.
 
     Another implementation of what happens to the logits of a chunk (triton_losses.py) overrides ``scratch_rows``,
-    ``cap``, ``targets`` and ``elementwise``.
+    ``cap``, ``targets`` and ``elementwise``; other labels (soft_labels.py) override
+    ``label_logits`` and ``subtract_labels``.
     """
 
     def __init__(self, hidden: Tensor, transitions: Optional[Tensor], factor: Optional[Tensor], inputs: LossInputs):
@@ -209,7 +210,8 @@ class ChunkedPass:
             exps, work = draft[part], scratch[worker * tile:][:part.stop - part.start]
             if len(bias):
                 _add_rows(bias, groups[part], exps, None, exps, work)
-            top, chosen = exps.amax(dim=-1), exps.gather(1, labels[part, None]).squeeze(1)
+            top = exps.amax(dim=-1)
+            chosen = self.label_logits(exps, labels[part], target, rows[part], work)
             total = exps.sub_(top[:, None]).mul_(LOG2_E).exp2_().sum(dim=-1)
             self.ce[whole] = total.log() + top - chosen
             _add_rows(target, rows[part], exps, -1.0 / total, work, work)
@@ -222,8 +224,19 @@ class ChunkedPass:
 
         over_rows(len(draft), tile, draft.device, losses)
         if inputs.differentiate:
-            at_label = (torch.arange(len(draft), device=draft.device), labels)
-            draft[at_label] = draft[at_label] - inputs.ce_scales[slots]
+            self.subtract_labels(draft, inputs.ce_scales[slots], labels, target, rows)
+
+    def label_logits(self, logits: Tensor, labels: Tensor, target: Tensor, rows: Tensor, work: Tensor) -> Tensor:
+        """What the cross-entropy subtracts from the log-sum-exp of ``logits`` [m, V]: the label's logit, [m].
+
+        ``target`` has the target's probabilities, those of slot i in row ``rows[i]``; ``work`` [m, V] is scratch.
+        """
+        return logits.gather(1, labels[:, None]).squeeze(1)
+
+    def subtract_labels(self, grads: Tensor, scales: Tensor, labels: Tensor, target: Tensor, rows: Tensor) -> None:
+        """The label's part of the cross-entropy's gradient by the logits, subtracted from ``grads`` [m, V]."""
+        at_label = (torch.arange(len(grads), device=grads.device), labels)
+        grads[at_label] = grads[at_label] - scales
 
     def _gradients(self, slots: slice, groups: slice, draft: Tensor, bias: Tensor, slope: Tensor) -> None:
         """Pull the gradient by the logits back to hidden states, transitions and W_2."""

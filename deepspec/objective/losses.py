@@ -18,6 +18,7 @@ from deepspec.errors import ConfigError
 from deepspec.kernels import require_kernels, why_not
 from deepspec.objective.chunked import ChunkedPass, LossInputs, slot_losses
 from deepspec.objective.plan import plan_slots
+from deepspec.objective.soft_labels import SoftLabelPass
 
 
 def position_weights(draft_length: int, decay: Optional[float]) -> Tensor:
@@ -43,6 +44,12 @@ def cross_entropy_loss(draft_logits: Tensor, label_ids: Tensor, weights: Tensor)
     """``L_ce = -sum_k w_k log p_d(x*_k)`` (Eq. 9): logits [N, K, V], data tokens [N, K]; a sum, not a mean."""
     log_probs = functional.log_softmax(exact(draft_logits), dim=-1)
     return -(log_probs.gather(-1, label_ids[..., None]).squeeze(-1) * weights.to(log_probs.dtype)).sum()
+
+
+def soft_cross_entropy_loss(draft_logits: Tensor, target_probs: Tensor, weights: Tensor) -> Tensor:
+    """``-sum_k w_k sum_v p_t(v) log p_d(v)``, EAGLE-3's in place of Eq. 9: logits, probabilities [N, K, V]; a sum."""
+    log_probs = functional.log_softmax(exact(draft_logits), dim=-1)
+    return -((log_probs * target_probs).sum(dim=-1) * weights.to(log_probs.dtype)).sum()
 
 
 def total_variation_loss(draft_probs: Tensor, target_probs: Tensor, weights: Tensor) -> Tensor:
@@ -102,9 +109,9 @@ def _capped(logits: Tensor, softcap: Optional[float]) -> Tensor:
 
 def _eager(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, weights: Tensor, scales: tuple[float, float],
-    softcap: Optional[float],
+    softcap: Optional[float], soft: bool,
 ) -> _TokenTerms:
-    """Reference: every logit in memory, gradients by autograd."""
+    """Reference: every logit in memory, gradients by autograd. ``soft`` labels are the target's distribution."""
     dtype = exact_dtype(output.hidden)
     lm_head = shared.lm_head.to(dtype)
     logits = _capped(functional.linear(output.hidden.to(dtype), lm_head), softcap)
@@ -114,6 +121,8 @@ def _eager(
     target_probs = torch.softmax(_capped(functional.linear(rows, lm_head), softcap), dim=-1)
     draft_probs = torch.softmax(logits, dim=-1)
     ce = cross_entropy_loss(logits, batch.blocks.label_ids, weights)
+    if soft:
+        ce = soft_cross_entropy_loss(logits, target_probs, weights)
     tv = total_variation_loss(draft_probs, target_probs, weights)
     rate = acceptance_rate(draft_probs.detach(), target_probs) * batch.blocks.mask
     return _TokenTerms(scales[0] * ce + scales[1] * tv, ce.detach(), tv.detach(), rate)
@@ -123,7 +132,8 @@ def _chunked(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, weights: Tensor, scales: tuple[float, float],
     softcap: Optional[float], by_token: bool, budget: int, kind: type[ChunkedPass],
 ) -> _TokenTerms:
-    """The same numbers in bounded memory; see chunked.py and, for the other kind of pass, triton_losses.py."""
+    """The same numbers in bounded memory; see chunked.py; triton_losses.py and soft_labels.py have other kinds of pass.
+    """
     blocks, hidden = batch.blocks, output.hidden.flatten(0, 1)
     plan = plan_slots(blocks.mask, blocks.previous_ids, blocks.target_rows, by_token)
     transitions = None if output.transition is None else output.transition.flatten(0, 1)[plan.first_of]
@@ -161,8 +171,13 @@ def _measures(blocks: AnchorBlocks, rate: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _chunked_pass(implementation: str, device: torch.device) -> type[ChunkedPass]:
+def _chunked_pass(implementation: str, device: torch.device, soft: bool = False) -> type[ChunkedPass]:
     """What ``auto``, ``chunked`` and ``triton`` mean on ``device``. Raises ConfigError for kernels that cannot run."""
+    if soft:
+        if implementation == "triton":
+            raise ConfigError("objective.implementation=triton has no kernel for objective.ce_labels=target. Use "
+                              "objective.implementation=auto, which then takes chunked.")
+        return SoftLabelPass
     if implementation == "triton":
         require_kernels("objective.implementation", device, "chunked")
     elif implementation == "chunked" or device.type != "cuda" or why_not(device):
@@ -188,12 +203,13 @@ def drafter_loss(
         )
     weights = slot_weights(batch.blocks, objective.decay, shape.trained_length)
     scales = (_ratio(objective.ce_weight, denominators.ce), _ratio(objective.tv_weight, denominators.tv))
+    soft = objective.ce_labels == "target"
     common = (output, batch, shared, weights, scales, shape.final_logit_softcap)
     if objective.implementation == "eager":
-        terms = _eager(*common)
+        terms = _eager(*common, soft=soft)
     else:
         terms = _chunked(*common, by_token=shape.head == "vanilla", budget=objective.chunk_megabytes << 20,
-                         kind=_chunked_pass(objective.implementation, output.hidden.device))
+                         kind=_chunked_pass(objective.implementation, output.hidden.device, soft))
     loss, confidence = terms.loss, torch.zeros((), dtype=torch.float64, device=weights.device)
     if output.confidence_logits is not None:
         term = confidence_loss(output.confidence_logits, terms.rate, weights)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from deepspec.config.schema import Config
+from deepspec.config.schema import Config, drafter_layers
 from deepspec.export import layout
 
 
@@ -34,11 +34,12 @@ def drafter_keys(config: Config) -> dict[str, Any]:
         "intermediate_size": drafter.intermediate_size or target.intermediate_size,
         "head_dim": target.head_dim, "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads, "vocab_size": target.vocab_size,
-        "num_hidden_layers": drafter.num_layers, "target_layer_ids": list(config.target.feature_layers),
+        "num_hidden_layers": drafter_layers(drafter), "target_layer_ids": list(config.target.feature_layers),
         "target_hidden_size": target.hidden_size, "markov_rank": drafter.markov_rank if with_head else 0,
         "markov_head_type": drafter.head, "enable_confidence_head": drafter.confidence_head,
         "confidence_head_with_markov": drafter.confidence_with_markov and with_head,
         "block_size": drafter.block_size, "sample_from_anchor": drafter.sample_from_anchor,
+        "deepspec_algorithm": drafter.algorithm,
     }
 
 

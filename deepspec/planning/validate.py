@@ -216,6 +216,13 @@ def _export(config: Config) -> None:
     if config.export.fold_calibration and not config.drafter.confidence_head:
         raise ConfigError("export.fold_calibration=true changes the confidence head, but with "
                           "drafter.confidence_head=false there is none. Leave export.fold_calibration out.")
+    held = {"eagle3": ("deepspec", "speculators"), "mtp": ("deepspec",)}.get(config.drafter.algorithm, FORMATS)
+    for name in formats:
+        require(name in held, "export.formats", formats,
+                f"made of {', '.join(held)} with drafter.algorithm={config.drafter.algorithm}")
+    if config.export.push_to_hub is not None:
+        require(bool(re.fullmatch(r"[\w.-]+/[\w.-]+", config.export.push_to_hub)), "export.push_to_hub",
+                config.export.push_to_hub, "owner/name, a repository of the hub")
     if "zlab_dflash" in formats and (config.drafter.algorithm != "dflash" or config.drafter.sample_from_anchor):
         raise ConfigError("export.formats has zlab_dflash, which can only hold a 1+N DFlash drafter "
                           "(drafter.algorithm=dflash drafter.sample_from_anchor=false). Remove it from export.formats.")

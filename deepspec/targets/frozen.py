@@ -1,7 +1,8 @@
 """The frozen target: hidden states of chosen layers, next-token logits, and a cache for decoding.
 
 Shapes: T tokens of a flat batch without padding, D width, M feature layers, V rows of the embedding.
-Feature layer ``i`` is the output of decoder layer ``i``, which is ``hidden_states[i + 1]`` in Hugging Face's counting.
+Feature layer ``i`` is the output of decoder layer ``i``, which is ``hidden_states[i + 1]`` in Hugging Face's counting;
+the last layer's, which only MTP takes, and alone, is there as here the hidden state after the final norm.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ class FrozenTarget:
         self._attention = "sdpa" if own == PACKED_ATTENTION else own
         self._model.set_attn_implementation(PACKED_ATTENTION)
         self._sink: Optional[Tensor] = None  # [T, M*D] while one of our own passes runs
-        for column, layer in enumerate(self.feature_layers):
+        self._last_only = self.feature_layers == (self.spec.num_layers - 1,)
+        for column, layer in enumerate(() if self._last_only else self.feature_layers):
             self.layers[layer].register_forward_hook(self._feature_hook(column))
 
     def _feature_hook(self, column: int) -> Any:
@@ -136,7 +138,7 @@ class FrozenTarget:
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: PackedLayout, features: bool) -> TargetFeatures:
         wanted = len(self.feature_layers) * self.spec.hidden_size if features else 0
-        sink = torch.empty(ids.shape[0], wanted, dtype=self.dtype, device=self.device)
+        sink = torch.empty(ids.shape[0], 0 if self._last_only else wanted, dtype=self.dtype, device=self.device)
         self._sink = sink if wanted else None
         try:
             output = self._decoder(
@@ -145,7 +147,8 @@ class FrozenTarget:
             )
         finally:
             self._sink = None
-        return TargetFeatures(features=sink, last_hidden=output.last_hidden_state[0])
+        last_hidden = output.last_hidden_state[0]
+        return TargetFeatures(features=last_hidden if wanted and self._last_only else sink, last_hidden=last_hidden)
 
     def _checked_ids(self, input_ids: Tensor) -> Tensor:
         if input_ids.dim() != 1 or input_ids.shape[0] == 0:
@@ -231,16 +234,16 @@ def check_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[int
     """``target.feature_layers`` as a tuple. Raises ConfigError for ids that no engine can capture or that repeat."""
     chosen = tuple(int(layer) for layer in layers)
     for layer in chosen:
-        if layer == num_layers - 1:
-            raise ConfigError(
-                f"target.feature_layers={list(chosen)}: layer {layer} is the last of {name}'s {num_layers} decoder "
-                f"layers, whose output serving engines cannot capture. Use ids from 0 to {num_layers - 2}."
-            )
         if not 0 <= layer < num_layers:
             raise ConfigError(
                 f"target.feature_layers={list(chosen)}: {layer} is not a decoder layer of {name}, which has "
                 f"{num_layers} layers. Use ids from 0 to {num_layers - 2}; id i is the output of layer i."
             )
+    if num_layers - 1 in chosen and len(chosen) > 1:
+        raise ConfigError(
+            f"target.feature_layers={list(chosen)}: layer {num_layers - 1} is the last of {name}'s {num_layers} decoder "
+            f"layers, whose output serving engines cannot capture beside others. Use ids from 0 to {num_layers - 2}."
+        )
     if list(chosen) != sorted(set(chosen)):
         raise ConfigError(f"target.feature_layers={list(chosen)} must be ascending, without repetition. "
                           f"Write {sorted(set(chosen))}.")

@@ -11,7 +11,7 @@ from deepspec.export.formats import Converted, FormatContext, without_shared
 
 def convert(values: Mapping[str, Any], tensors: Mapping[str, Tensor], context: FormatContext) -> Converted:
     """Layer ids keep our counting. Raises ConfigError for a drafter whose slot 0 predicts nothing."""
-    if layout.is_dflash(values) or not values["sample_from_anchor"]:
+    if layout.kind(values) != "dspark" or not values["sample_from_anchor"]:
         raise ConfigError("export.formats has 'specforge', whose DSpark always predicts on the anchor slot, but this "
                           "drafter was trained with drafter.sample_from_anchor=false. Remove it from export.formats.")
     config = dict(values)

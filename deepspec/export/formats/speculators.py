@@ -5,7 +5,7 @@ from typing import Any, Mapping
 from torch import Tensor
 
 from deepspec.export import layout
-from deepspec.export.formats import Converted, FormatContext, without_shared
+from deepspec.export.formats import Converted, FormatContext, speculators_eagle3, without_shared
 
 VERSION = "0.9.0"
 _LAYER_KEYS = (
@@ -19,6 +19,8 @@ _LAYER_KEYS = (
 
 def convert(values: Mapping[str, Any], tensors: Mapping[str, Tensor], context: FormatContext) -> Converted:
     """Names of tensors stay. ``sample_from_anchor`` is always written: readers default to different values."""
+    if layout.kind(values) == "eagle3":
+        return speculators_eagle3.convert(values, tensors, context, version=VERSION, layer_keys=_LAYER_KEYS)
     dflash = layout.is_dflash(values)
     kind = "dflash" if dflash else "dspark"
     proposal = {"proposal_type": "greedy", "speculative_tokens": layout.speculative_tokens(values),

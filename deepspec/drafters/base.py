@@ -1,0 +1,60 @@
+"""What every drafter is to training, checkpoints and export. N blocks, K draft tokens, D width, V vocabulary."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspec.data.batch import TrainingBatch
+from deepspec.drafters.attention import check_backend
+from deepspec.drafters.precision import exact
+from deepspec.drafters.rope import RotaryTable
+from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
+
+
+class Drafter(nn.Module):
+    """A frozen embedding and LM head, and what an algorithm puts between them.
+
+    ``shared`` is no part of the module's state: it is moved by nobody and must be on the device the drafter runs on.
+    ``layers`` are the decoder layers, each a module whose forward pass ``trainer.compile`` may compile.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(
+        self, shape: DrafterShape, shared: SharedWeights, *, activation_checkpointing: bool = False,
+        attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_backend(attention, shared.embed.device)
+        self.shape = shape
+        self.shared = shared
+        self.activation_checkpointing = activation_checkpointing
+        self.attention = attention  # auto | chunked | flex
+        self._rotary = RotaryTable(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype the backbone computes in."""
+        return next(self.parameters()).dtype
+
+    def forward(self, batch: TrainingBatch) -> DrafterOutput:
+        """Teacher-forced pass over all blocks of a pack; makes no logits. Without blocks all results are empty."""
+        raise NotImplementedError
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """U_k [..., V] of h_k [..., D], float32 at least; a final softcap comes before the sequential bias."""
+        weight = self.shared.lm_head
+        logits = exact(functional.linear(hidden.to(weight.dtype), weight))
+        cap = self.shape.final_logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def confidence(self, hidden_k: Tensor, previous_ids: Tensor) -> Optional[Tensor]:
+        """Logits [...] of Eq. 7 for h_k [..., D] and ids [...] of the tokens before; None without the head."""
+        return None
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of ids [...], scaled where the target scales them."""
+        states = functional.embedding(ids, self.shared.embed).to(self.dtype)
+        return states if self.shape.embed_scale == 1.0 else states * self.shape.embed_scale
