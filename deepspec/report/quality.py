@@ -3,13 +3,9 @@
 from html import escape
 from typing import Any, Optional
 
-import numpy as np
-
-from deepspec.calibration import Calibration, ConfidenceRecords, reliability_curve, sigmoid, split_conversations
-from deepspec.calibration import survival_probability
 from deepspec.report.inputs import RunFiles, Setting, interval, is_number, main_setting
 from deepspec.report.page import Section, figure, figures, missing, table
-from deepspec.report.svg import Row, Series, line_chart, number, row_chart
+from deepspec.report.svg import Row, Series, line_chart, row_chart
 
 _CURVES = 5  # lines of one chart a reader can tell apart
 
@@ -89,81 +85,3 @@ def by_position(files: RunFiles) -> Section:
     caption = "Per domain; positions that were never reached are left out."
     return Section("positions", title, lead, figure(chart, caption)
                    or "<p>The evaluation holds no acceptance by position.</p>")
-
-
-def _report_split(records: ConfidenceRecords, calibration: Calibration) -> ConfidenceRecords:
-    part = split_conversations(records.conversation, records.domain, refit_fraction=calibration.refit_fraction,
-                               fit_fraction=calibration.fit_fraction)
-    return records.select(part == "report")
-
-
-def _reliability_figures(records: ConfidenceRecords, calibration: Calibration) -> str:
-    report = _report_split(records, calibration)
-    length = report.origin.block_length
-    raw = survival_probability(sigmoid(report.logits))
-    scaled = survival_probability(calibration.apply(report.logits))
-    parts = []
-    for k in sorted({0, length // 2, length - 1}):
-        known = report.known[:, k]
-        series = []
-        for name, survival in (("before", raw), ("after", scaled)):
-            mean, outcome, count = reliability_curve(survival[known, k], report.survived[known, k],
-                                                     calibration.num_bins)
-            used = count >= max(5, 0.002 * known.sum())  # a bin of three blocks is noise, not a deviation
-            series.append(Series(name, mean[used].tolist(), outcome[used].tolist()))
-        chart = line_chart(series, x_label="predicted survival", y_label="observed", y_limits=(0.0, 1.0),
-                           x_limits=(0.0, 1.0), diagonal=True,
-                           description=f"Reliability through position {k + 1} before and after temperature scaling")
-        before, after, floor = (number(values[k], 2) for values in (
-            calibration.ece_before, calibration.ece_after, calibration.ece_noise_floor))
-        parts.append(figure(chart, f"Survival through position {k + 1}: ECE {before} before, {after} after, noise "
-                                   f"floor {floor}."))
-    return figures(*parts)
-
-
-def _heads(summary: dict[str, Any]) -> str:
-    """The jointly trained and the refitted confidence head side by side."""
-    heads = [(label, summary.get(key)) for label, key in (("jointly trained", "joint"), ("refitted", "refit"))]
-    rows = []
-    for label, values in heads:
-        if not isinstance(values, dict):
-            continue
-        means = []
-        for name in ("auc", "brier", "ece", "ece_scaled"):
-            present = [value for value in values.get(name) or [] if value is not None]
-            means.append(float(np.mean(present)) if present else None)
-        rows.append([label, *means])
-    if not rows:
-        return ""
-    note = (f"Means over positions on conversations neither head was fitted on. Used: {summary.get('chosen')}. Rule: "
-            f"{summary.get('rule')}.")
-    return "<h3>Confidence head</h3>" + table(["head", "AUC", "Brier", "ECE", "ECE, scaled"], rows, note)
-
-
-def reliability(files: RunFiles) -> Section:
-    """Reliability before and after temperature scaling (Fig. 6)."""
-    lead = ("Whether the confidence means what it says: of the blocks it gives a 70 % chance to survive, 70 % should. "
-            "Points on the dashed diagonal are right, below it the confidence promises too much. The expected "
-            "calibration error (ECE) is the mean distance; it should come down to the noise floor, which is what a "
-            "perfect confidence would show on as many blocks.")
-    title, calibration = "Confidence", files.calibration
-    if calibration is None:
-        body = missing("There is no calibration of this run yet.", files.command("calibrate"))
-        if files.option("drafter", "confidence_head") is False:
-            body = "<p>This drafter has no confidence head, so there is nothing to calibrate.</p>"
-        return Section("confidence", title, lead, body + _heads(files.confidence))
-    rows = [
-        [k + 1, calibration.temperatures[k], calibration.ece_before[k], calibration.ece_after[k],
-         calibration.ece_noise_floor[k], calibration.auc[k], calibration.brier_before[k], calibration.brier_after[k]]
-        for k in range(calibration.block_size)
-    ]
-    header = ["position", "temperature", "ECE before", "after", "noise floor", "AUC", "Brier before", "after"]
-    note = (f"{calibration.num_samples:,} blocks of {calibration.report_split.get('conversations')} conversations that "
-            f"the fit never saw. {calibration.verdict}")
-    charts = missing("The records behind the reliability diagram are not there.", files.command("confidence"))
-    if files.records is not None and files.records.origin.block_length == calibration.block_size:
-        charts = _reliability_figures(files.records, calibration)
-    remark, empty = "", ", ".join(map(str, calibration.positions_without_data))
-    if empty:
-        remark = f"<p>No block survived to position {empty}: the temperature there is left at 1.</p>"
-    return Section("confidence", title, lead, charts + table(header, rows, note) + remark + _heads(files.confidence))
