@@ -5,12 +5,13 @@ from typing import Sequence
 from deepspec.report import confidence, quality, running
 from deepspec.report.compare import comparison, pooled_length
 from deepspec.report.inputs import RunFiles, interval, main_setting, speeds
+from deepspec.report.learning import learning
 from deepspec.report.page import Section, facts, page
 from deepspec.report.svg import number
 
 _SECTIONS = (
-    quality.acceptance, quality.by_position, running.speed, confidence.reliability, confidence.thresholds, running.training, running.profile,
-    running.stages, running.configuration, running.environment,
+    quality.acceptance, quality.by_position, running.speed, confidence.reliability, confidence.thresholds,
+    running.training, learning, running.profile, running.stages, running.configuration, running.environment,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Optional, Sequence
 from deepspec.errors import InputRefused
 from deepspec.report.inputs import RunFiles, interval, main_setting, read_run_files, speeds
 from deepspec.report.page import Section, figure, figures, table
+from deepspec.report.pairs import pair_table, pairs
 from deepspec.report.running import curve
 from deepspec.report.svg import Row, Series, line_chart, row_chart
 
@@ -61,7 +62,8 @@ def _table(runs: Sequence[RunFiles]) -> str:
 def comparison(runs: Sequence[RunFiles]) -> Section:
     """Table of all runs and their acceptance drawn over each other."""
     lead = ("The runs side by side. Compare acceptance only between runs that were evaluated on the same prompts with "
-            "the same temperature, and take a difference seriously only where the 95 % intervals hardly overlap.")
+            "the same temperature, and take a difference seriously only where the 95 % intervals hardly overlap, or "
+            "where the paired interval of the difference leaves out zero.")
     names = [files.name for files in runs]
     main = [main_setting(files.evaluation) for files in runs]
     groups = list(dict.fromkeys(name for setting in main if setting for name in setting.group("domains")))
@@ -87,4 +89,4 @@ def comparison(runs: Sequence[RunFiles]) -> Section:
                           description="Expected acceptance length by step, all runs"),
                "Expected acceptance length while training (teacher forced)."),
     )
-    return Section("comparison", "Comparison of runs", lead, _table(runs) + charts)
+    return Section("comparison", "Comparison of runs", lead, _table(runs) + pair_table(pairs(runs)) + charts)

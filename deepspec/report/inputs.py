@@ -2,12 +2,13 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 from deepspec.calibration import Calibration, ConfidenceRecords
 from deepspec.errors import InputRefused
+from deepspec.evaluation.values import SettingValues, load_values
 
 MODES = ("none", "fixed", "scheduled")
 COMMANDS = {
@@ -33,6 +34,8 @@ class RunFiles:
     cells: tuple[dict[str, Any], ...]
     evaluation: dict[str, Any]
     problems: tuple[str, ...]  # files that are there and cannot be read
+    validations: tuple[dict[str, Any], ...] = ()
+    values: dict[str, SettingValues] = field(default_factory=dict)  # by setting, per prompt and anchor
 
     def command(self, stage: str) -> str:
         """What to type to get the stage's output for this run."""
@@ -81,6 +84,14 @@ def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
+def _values(directory: Path, problems: list[str]) -> dict[str, SettingValues]:
+    try:
+        return load_values(directory)
+    except InputRefused as error:
+        problems.append(str(error))
+        return {}
+
+
 def read_run_files(directory: Path) -> RunFiles:
     """Read what there is in ``directory``."""
     problems: list[str] = []
@@ -98,6 +109,7 @@ def read_run_files(directory: Path) -> RunFiles:
         calibration=_read(directory / "calibration.json", Calibration.load, None, problems),
         records=_read(directory / "confidence" / "records.npz", ConfidenceRecords.load, None, problems),
         profile=objects("profile/sps.json"), cells=rows("profile/records.jsonl"), evaluation=objects("evaluation.json"),
+        validations=rows("validation.jsonl"), values=_values(directory, problems),
         problems=tuple(problems),
     )
 
@@ -112,6 +124,11 @@ class Setting:
     temperature: Optional[float]
     batch_size: Optional[int]
     values: dict[str, Any]
+
+    @property
+    def estimator(self) -> str:
+        """sampled, or how acceptance was computed."""
+        return str(self.values.get("estimator") or self.values.get("mode") or "sampled")
 
     def group(self, kind: str) -> dict[str, dict[str, Any]]:
         """``domains`` or ``benchmarks``: name to numbers."""
@@ -158,8 +175,10 @@ def settings(evaluation: dict[str, Any]) -> list[Setting]:
 
 
 def main_setting(evaluation: dict[str, Any], *, untrained: bool = False) -> Optional[Setting]:
-    """The setting that acceptance is quoted from: the first with every draft token verified, else the first of all."""
+    """The setting that acceptance is quoted from: the first with every draft token verified, else the first of all.
+    Decoded ones come first; a computed one is quoted where nothing was decoded."""
     choices = [one for one in settings(evaluation) if one.untrained == untrained and one.decoding != "none"]
+    choices.sort(key=lambda one: one.estimator != "sampled")
     return next((one for one in choices if one.decoding == "fixed"), choices[0] if choices else None)
 
 
@@ -192,7 +211,7 @@ def speeds(evaluation: dict[str, Any]) -> list[Speed]:
     """Speeds by temperature and batch size; "none" may come from a setting of its own or from the others' files."""
     groups: dict[tuple[Any, Any], dict[str, Optional[float]]] = {}
     for one in settings(evaluation):
-        if one.untrained:
+        if one.untrained or one.estimator != "sampled":
             continue
         group = groups.setdefault((one.temperature, one.batch_size), {})
         group.setdefault(one.decoding, one.speed())

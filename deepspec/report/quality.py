@@ -3,6 +3,7 @@
 from html import escape
 from typing import Any, Optional
 
+from deepspec.report.estimates import accepted_histogram, computed_table
 from deepspec.report.inputs import RunFiles, Setting, interval, is_number, main_setting
 from deepspec.report.page import Section, figure, figures, missing, table
 from deepspec.report.svg import Row, Series, line_chart, row_chart
@@ -56,12 +57,16 @@ def acceptance(files: RunFiles) -> Section:
     rows = []
     for name, values in trained.group("benchmarks").items():
         low, high = interval(values) or (None, None)
+        spread = values.get("acceptance_length_by_prompt") or {}
         rows.append([name, values.get("domain"), values.get("num_prompts"), values.get("rounds"),
-                     values.get("acceptance_length"), low, high])
-    header = ["benchmark", "domain", "prompts", "rounds", "tokens / round", "95 % from", "to"]
+                     values.get("acceptance_length"), low, high, *(spread.get(key) for key in ("p10", "p50", "p90")),
+                     values.get("draft_ms"), values.get("verify_ms")])
+    header = ["benchmark", "domain", "prompts", "rounds", "tokens / round", "95 % from", "to", "prompts: p10", "p50",
+              "p90", "draft ms / round", "verify ms / round"]
     mode = "estimated from distributions" if trained.values.get("mode") == "analytic" else "measured by decoding"
     note = f"Setting {trained.name}, {mode}; pooled: all tokens divided by all rounds."
-    return Section("acceptance", "Acceptance length", lead, figures(*parts) + table(header, rows, note)
+    return Section("acceptance", "Acceptance length", lead, figures(*parts, accepted_histogram(trained))
+                   + table(header, rows, note) + computed_table(files.evaluation)
                    + _checks(files.evaluation, untrained))
 
 

@@ -9,6 +9,8 @@ from deepspec.config.schema import Config
 from deepspec.report.build import build_report
 from deepspec.report.compare import find_runs
 from deepspec.report.inputs import read_run_files
+from deepspec.report.learning import learning_lines
+from deepspec.report.pairs import pair_lines, pairs
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,10 @@ def run(config: Config) -> None:
     if distributed.rank() != 0:
         return
     directory = run_dir(config)
-    html = build_report(read_run_files(directory), find_runs(config.runs, directory.parent))
+    files, others = read_run_files(directory), find_runs(config.runs, directory.parent)
+    html = build_report(files, others)
     path = directory / "report.html"
     atomic_write_bytes(path, html.encode())
+    for line in [*pair_lines(pairs([files, *others])), *learning_lines(files)]:
+        log.info("%s", line)
     log.info("report: %s (%.0f kB, opens in any browser)", path, len(html) / 1000)
