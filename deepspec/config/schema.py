@@ -222,6 +222,8 @@ class ExportConfig:
     # put one temperature and shift of calibration.json into the confidence head (w / T, b / T + s): for engines that
     # read no temperatures; the table for those that do is then the one on top of it
     fold_calibration: bool = False
+    push_to_hub: Optional[str] = None  # owner/name: also upload the finished export to that repository of the hub
+    hub_private: bool = True  # of a repository that the upload makes
 
 
 @dataclass

@@ -16,6 +16,7 @@ from deepspec.errors import InputRefused
 from deepspec.export.evidence import gather
 from deepspec.export.exporter import ExportRequest, export_drafter, fingerprint, reverify
 from deepspec.export.fold import fold_head, fold_of, folded_evidence
+from deepspec.export.hub import push
 from deepspec.export.launch import Origin
 from deepspec.targets.load import locate
 from deepspec.training.checkpoint import load_drafter
@@ -72,7 +73,10 @@ def run(config: Config) -> None:
     if distributed.rank() != 0:
         return
     request = request_for(config, load_run(config))
-    if config.export.verify and is_complete(request.origin.folder, fingerprint(request)):
-        reverify(Path(request.origin.folder), request.target, request.drafter, request.documents)
-        return
-    export_drafter(request)
+    folder = Path(request.origin.folder)
+    if config.export.verify and is_complete(folder, fingerprint(request)):
+        reverify(folder, request.target, request.drafter, request.documents)
+    else:
+        export_drafter(request)
+    if config.export.push_to_hub:
+        push(folder, config.export.push_to_hub, private=config.export.hub_private)

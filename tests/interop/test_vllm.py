@@ -34,7 +34,8 @@ def serve(job: dict[str, Any], timeout: int = 600) -> dict[str, Any]:
 
 
 def speculative_config(export: Path) -> dict[str, Any]:
-    return json.loads((export / "serving" / "vllm_speculative_config.json").read_text())
+    told = json.loads((export / "serving" / "vllm_speculative_config.json").read_text())
+    return told | {"model": str(export)}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ def exported(make_request: Make, layout: str, drafter: dict[str, Any]) -> tuple[
     return request, folder if layout == "deepspec" else folder / layout
 
 
-@pytest.mark.parametrize("layout, drafter", CASES, ids=[f"{name}-{'-'.join(map(str, d.values()))}" for name, d in CASES])
+@pytest.mark.parametrize("layout, drafter", CASES, ids=[
+    "-".join(map(str, (name, *options.values()))) for name, options in CASES])
 def test_round_trip(make_request: Make, layout: str, drafter: dict[str, Any]) -> None:
     request, folder = exported(make_request, layout, drafter)
     shape, tensors = read_drafter(folder, request.target.spec.num_layers)
