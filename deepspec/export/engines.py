@@ -36,7 +36,8 @@ class EngineVerdict:
 def _head_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     kind = config.get("markov_head_type")
     if config.get("markov_rank") and kind in ("gated", "rnn") and engine != "sglang":
-        return [f"the {kind} sequential head is not implemented (only the vanilla Markov head is)"]
+        return [f"the {kind} sequential head is not implemented, only the vanilla Markov head is (train with "
+                "drafter.head=vanilla, or serve with SGLang, which knows all three)"]
     return []
 
 
