@@ -7,6 +7,7 @@ benchmarks/collect_prompts.py) besides cached pages of those files. The result d
 inputs; a run that was killed starts over and gives the same bytes.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -69,6 +70,12 @@ class _Collector:
             self.signatures = Signatures(work / "signatures", data.near_duplicate_threshold,
                                          data.near_duplicate_num_perm)
         self.counts = {source.name: SourceCounts() for source in data.sources}
+
+    def close(self) -> None:
+        """Release the temporary files. Closing flushes what a full disk did not take: they are removed in any case."""
+        for held in filter(None, (self.pool, self.signatures)):
+            with contextlib.suppress(OSError):
+                held.close()
 
     def read(self) -> None:
         """All valid rows of all sources."""
@@ -198,5 +205,5 @@ def collect(data: DataConfig, seed: int, folder: os.PathLike | str,
         fsync_directory(folder)
         return totals
     finally:
-        collector.pool.close()
+        collector.close()
         shutil.rmtree(work, ignore_errors=True)

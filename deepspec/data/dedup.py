@@ -66,6 +66,10 @@ class Signatures:
         parts = signature[:self.bands * self.rows].reshape(self.bands, self.rows).astype(np.uint64)
         self._buckets += ((parts * self._weights).sum(axis=1) >> np.uint64(32)).astype(np.uint32).tobytes()
 
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
     def finish(self) -> tuple[np.ndarray, np.ndarray]:
         """(signatures [rows, num_perm] on disk, buckets [rows, bands]), both uint32."""
         self._file.close()
