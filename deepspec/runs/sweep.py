@@ -13,6 +13,7 @@ from deepspec.config.schema_sweep import SweepConfig
 from deepspec.errors import UserError
 from deepspec.report.compare import find_runs
 from deepspec.runs.child import LOG, Child, command, last_lines
+from deepspec.runs.columns import columns
 from deepspec.runs.names import job_name
 from deepspec.runs.objective import read_objective
 from deepspec.runs.page import sweep_page
@@ -111,9 +112,7 @@ def table(jobs: Sequence[JobStatus], objective: str) -> str:
         rows.append((job.name, job.status if job.exit_code in (0, None) else f"{job.status} ({job.exit_code})",
                      _number(job.objective), f"{bounds[0]:.3f}-{bounds[1]:.3f}" if bounds else "",
                      f"{job.seconds:.0f}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  " + "  ".join(text.ljust(width) if column < 2 else text.rjust(width) for column, (text, width)
-                                      in enumerate(zip(row, widths))).rstrip() for row in rows)
+    return columns(rows, left=2)
 
 
 def _number(value: Optional[float]) -> str:

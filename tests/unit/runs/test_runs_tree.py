@@ -1,0 +1,88 @@
+"""python -m deepspec.runs: what a tree of runs holds, and that cleaning takes only what nothing needs."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspec.runs.__main__ import main
+from deepspec.runs.tree import find, listing, removable, unused_data
+
+CHECKPOINT = {"producer": "train", "status": "complete", "fingerprint": "f", "schema_version": 1}
+
+
+def make_run(path: Path, *, features: Path, steps: tuple[int, ...] = (50, 100), state: str = "complete",
+             length: float = 2.0) -> Path:
+    stages = {"features": {"status": "complete", "seconds": 5.0, "outputs": {str(features / "manifest.json"): "x"}},
+              "train": {"status": state, "seconds": 70.0, "outputs": {}}}
+    config = {"drafter": {"algorithm": "dspark"}, "target": {"name": "micro"}}
+    for step in steps:
+        tag = path / "checkpoints" / f"step-{step}"
+        (tag / "drafter").mkdir(parents=True)
+        (tag / "drafter" / "model.safetensors").write_bytes(b"x" * 1000)
+        (tag / "manifest.json").write_text(json.dumps(CHECKPOINT))
+        (tag / "state.json").write_text("{}")
+    (path / "checkpoints" / "latest").write_text(f"step-{max(steps)}\n")
+    (path / "manifest.json").write_text(json.dumps({"name": path.name, "stages": stages, "config": config}))
+    (path / ".lock").touch()
+    values = {"acceptance_length": length, "acceptance_length_ci95": [length - 0.1, length + 0.1]}
+    (path / "evaluation.json").write_text(json.dumps({"settings": {"t1-b8-fixed": {
+        "decoding": "fixed", "domains": {"chat": values}, "macro": values | {"tokens_per_second": 12.5}}}}))
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("used", "unused"):
+        (tmp_path / "data" / "micro" / f"features-{name}").mkdir(parents=True)
+        (tmp_path / "data" / "micro" / f"features-{name}" / "shard-0").write_bytes(b"x" * 5000)
+    (tmp_path / "data" / "micro" / "responses-1").mkdir()
+    used = tmp_path / "data" / "micro" / "features-used"
+    make_run(tmp_path / "runs" / "a", features=used, steps=(50, 100, 150))
+    make_run(tmp_path / "runs" / "sweeps" / "s" / "b", features=used, state="running", length=3.0)
+    return tmp_path
+
+
+def test_runs_are_found_and_listed(tree: Path) -> None:
+    assert [run.path.name for run in find(tree / "runs")] == ["a", "b"]
+    lines = listing(tree / "runs").splitlines()
+    assert lines[1].split()[1:6] == ["dspark", "micro", "complete", "2.000", "12.5"]
+    assert lines[2].split()[1:6] == ["dspark", "micro", "train", "running", "3.000"]
+
+
+def test_a_tree_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["list", str(tmp_path)]) == 3
+
+
+def test_show_and_compare(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert main(["show", str(tree / "runs" / "a")]) == 0
+    assert "features  complete" in caplog.text and "2.00" in caplog.text
+    caplog.clear()
+    assert main(["compare", str(tree / "runs" / "a"), str(tree / "runs" / "sweeps" / "s" / "b")]) == 0
+    assert "2.00 (1.90-2.10)" in caplog.text and "3.00 (2.90-3.10)" in caplog.text
+
+
+def test_what_can_go(tree: Path) -> None:
+    run = tree / "runs" / "a"
+    (run / "checkpoints" / "best").write_text("step-50\n")
+    (run / "checkpoints" / ".step-170.tmp").mkdir()
+    found = {path.name for path, _ in removable(run)}
+    assert found == {"step-100", ".step-170.tmp"}
+    assert [path.name for path, _ in unused_data(tree / "data", find(tree / "runs"))] == ["features-unused"]
+
+
+def test_clean_tells_first_and_removes_when_told_to(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    before = sorted(tree.rglob("*"))
+    words = ["clean", str(tree / "runs"), "--data", str(tree / "data")]
+    assert main(words) == 0 and sorted(tree.rglob("*")) == before and "--yes" in caplog.text
+    with open(tree / "runs" / "sweeps" / "s" / "b" / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert main([*words, "--yes"]) == 0
+    kept = {path.name for path in (tree / "runs" / "a" / "checkpoints").iterdir()}
+    assert kept == {"step-150", "latest"}
+    assert "in use" in caplog.text and (tree / "runs" / "sweeps" / "s" / "b" / "checkpoints" / "step-50").is_dir()
+    assert not (tree / "data" / "micro" / "features-unused").exists()
+    assert (tree / "data" / "micro" / "features-used").is_dir() and (tree / "data" / "micro" / "responses-1").is_dir()
