@@ -15,8 +15,10 @@ def histogram(per_position: Any, rounds: Any) -> Optional[list[int]]:
 
 
 def speculative_settings(evaluation: Optional[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The settings in which this drafter took part: not those of the target alone or of an untrained drafter."""
-    return {name: setting for name, setting in ((evaluation or {}).get("settings") or {}).items()
+    """The settings in which this drafter took part: not those of the target alone or of an untrained drafter. Decoded
+    ones come first, computed ones (mode analytic) after them."""
+    settings = ((evaluation or {}).get("settings") or {}).items()
+    return {name: setting for name, setting in sorted(settings, key=lambda item: item[1].get("mode") == "analytic")
             if setting.get("decoding") != "none" and setting.get("drafter") != "untrained"}
 
 

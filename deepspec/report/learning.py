@@ -92,8 +92,8 @@ def learning(files: RunFiles) -> Section:
         description="Held-out acceptance length by training samples with a fitted power law")
     header = ["samples", "teacher forced", "95 %", "decoded", "speed-up, one request (Eq. 1)"]
     note = (f"Power law through {found.curve.points} validations, limit {found.curve.limit:.2f}; intervals from "
-            "resampled residuals. Decoded: accepted tokens keep the ratio that this run's evaluation found. Speed-up with "
-            "this run's profile.")
+            "resampled residuals. Decoded: accepted tokens keep the ratio that this run's evaluation found. Speed-up "
+            "with this run's profile.")
     return Section("learning", title, lead, figure(chart, "Validations, fitted curve and its 95 % interval.")
                    + table(header, found.rows, note))
 
