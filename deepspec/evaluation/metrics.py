@@ -22,12 +22,12 @@ DEFINITIONS = (
     "the share that accepted it; positions after an accepted end of turn are not judged. drafted: draft tokens "
     "sent to the target. Intervals: 95 %, percentile bootstrap over prompts. tokens_per_second: generated tokens "
     "of a benchmark / wall seconds of its decoding, ranks side by side. draft_ms, verify_ms: per round of a whole "
-    "batch. Domains pool their benchmarks, and acceptance_length_macro is the mean over them; macro is the mean over "
+    "batch. Domains pool their benchmarks, acceptance_length_macro is the mean over them; macro is the mean over "
     "benchmarks. acceptance_length_by_prompt: each prompt by itself, mean and quantiles. Settings of mode analytic hold "
     "expectations instead of counts: estimator analytic, of decoding along answers drawn from the target, with rounds "
     "beginning where decoding would begin them (it estimates what sampled settings count); drafted, of one round at "
     "each of some evenly drawn anchors of held-out responses, along drafts; teacher_forced, products of "
-    "1 - |p_d - p_t|_1 / 2 along the responses, as in training. The last two are above what decoding gets, whose rounds "
+    "1 - |p_d - p_t|_1 / 2 along the responses, as in training. The last two exceed what decoding gets, whose rounds "
     "begin more often where text is hard to guess: for comparing drafters only."
 )
 
