@@ -73,7 +73,7 @@ def fit_scale(score: ArrayLike, label: ArrayLike) -> tuple[float, float]:
         if np.abs(scale * step).max() < 1e-10:
             break
     slope = float(weights[0] / width)
-    if not np.isfinite(weights).all() or np.abs(weights).max() > 1e3:  # running away: separable
+    if not np.isfinite(weights).all() or current < 1e-6:  # nothing left to lose: separated, the slope runs away
         return 1.0, 0.0
     return slope, float(weights[1] - weights[0] * center / width)
 

@@ -69,13 +69,13 @@ def test_full_report_has_every_section_and_figure(run):
     html = build_report(read_run_files(run))
     checker = check(html)
     for anchor in ("acceptance", "positions", "speed", "confidence", "training", "profile", "stages", "configuration",
-                   "environment"):
+                   "environment", "thresholds"):
         assert anchor in checker.ids
-    assert checker.tags.count("figure") == 12 and "Make it with" not in html
+    assert checker.tags.count("figure") == 15 and "Make it with" not in html
     text = " ".join(checker.text)
     for words in ("noise floor", "Higher is better", "untrained drafter", "refitted", "2.13.0", "2 CPU cores",
                   "+1.50 tokens per round (95 % interval +1.30 to +1.70)", "1 of 2 answers equal",
-                  "dspark draft model"):
+                  "dspark draft model", "folded into the head", "All other positions", "best threshold"):
         assert words in text, words
     assert "Best speed-up here" in text and "1.45x" in text and "2.50" in text
 
