@@ -15,10 +15,12 @@ from deepspec.targets.load import load_target
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 6, 128, 4, 2, 32, 1024
 MASK = 1000
+SHA = "a" * 64  # stands for the hash of a checkpoint
 
 
-def save_target(folder: Path, *, tied: bool = False) -> Path:
-    """A random Qwen3 with a word-level tokenizer whose ids stop short of the embedding's last rows."""
+def save_target(folder: Path, *, tied: bool = False, sharp: float = 1.0) -> Path:
+    """A random Qwen3 with a word-level tokenizer whose ids stop short of the embedding's last rows. ``sharp`` times the
+    LM head makes its distributions uneven, so that drafters can be right at temperature 1 too."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -31,6 +33,8 @@ def save_target(folder: Path, *, tied: bool = False) -> Path:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.06)
+    if sharp != 1.0:
+        model.get_output_embeddings().weight.data.mul_(sharp)
     model.save_pretrained(folder)
     vocabulary = {"<unk>": 0, "<pad>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, 990)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -42,8 +46,8 @@ def save_target(folder: Path, *, tied: bool = False) -> Path:
     return folder
 
 
-def export_random(target_folder: Path, run_dir: Path, formats: tuple[str, ...] = ("deepspec",), **drafter: Any) -> Path:
-    """Export a random drafter (every weight non-zero) on the random target, in fp32."""
+def make_config(target_folder: Path, run_dir: Path, formats: tuple[str, ...] = ("deepspec",), **drafter: Any) -> Config:
+    """Options of a run on the random target, in fp32."""
     config = Config()
     config.run.name, config.run.dir, config.run.data_root = "random", str(run_dir), str(run_dir / "data")
     config.target.name, config.target.path, config.target.dtype = "random", str(target_folder), "float32"
@@ -52,6 +56,12 @@ def export_random(target_folder: Path, run_dir: Path, formats: tuple[str, ...] =
     options = {"num_layers": 2, "block_size": 4, "markov_rank": 16} | drafter
     config.drafter = DrafterConfig(**options)
     config.export.dtype, config.export.formats = "float32", list(formats)
+    return config
+
+
+def export_random(target_folder: Path, run_dir: Path, formats: tuple[str, ...] = ("deepspec",), **drafter: Any) -> Path:
+    """Export a random drafter (every weight non-zero) on the random target, in fp32."""
+    config = make_config(target_folder, run_dir, formats, **drafter)
     target = load_target(config.target, device="cpu", cache_dir=run_dir / "data")
     torch.manual_seed(1)
     shape = shape_from(target.spec, config.target, config.drafter)
@@ -59,7 +69,13 @@ def export_random(target_folder: Path, run_dir: Path, formats: tuple[str, ...] =
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    origin = Origin(str(target_folder), None, target.fingerprint, "float32", "a" * 64, "step-1",
-                    str(run_dir / "export"), ("Qwen3ForCausalLM",))
-    evidence = gather(run_dir, "a" * 64, target.fingerprint, shape.draft_length)
+    return export_model(config, target, model)
+
+
+def export_model(config: Config, target: Any, model: Any) -> Path:
+    """Export ``model`` as ``config`` says."""
+    run_dir = Path(config.run.dir)
+    origin = Origin(config.target.path, None, target.fingerprint, "float32", SHA, "step-1", str(run_dir / "export"),
+                    ("Qwen3ForCausalLM",))
+    evidence = gather(run_dir, SHA, target.fingerprint, model.shape.draft_length)
     return export_drafter(ExportRequest(config, target, model, origin, evidence, run_dir / "profile" / "records.jsonl"))

@@ -4,17 +4,18 @@ Runs under the Python of an environment that holds vLLM's CPU build; it imports 
 JSON object on stdin:
 
     {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
-     "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": false, "record": false}
+     "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": false, "record": false, "confidence": false}
 
-With ``record`` (one prompt) the report has the draft tokens of every round. With ``alone`` the target is also run
-without a drafter, and ``greedy_equal`` says whether the outputs are the same.
+With ``record`` (one prompt) the report has the draft tokens of every round, with ``confidence`` beside it (DSpark) also
+what the confidence head said, which the engine evaluates only where it schedules by it. With ``alone`` the target is
+also run without a drafter, and ``greedy_equal`` says whether the outputs are the same.
 """
 
 import json
 import os
 import sys
 import types
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 
 def prepare(second: bool) -> None:
@@ -86,9 +87,25 @@ def record_drafts() -> list[list[int]]:
     return rounds
 
 
+def record_confidences() -> list[list[float]]:
+    """Sigmoids [K] of the confidence head in every round of a single request, filled while the engine runs."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    rounds: list[list[float]] = []
+    sample = DSparkSpeculator._sample_sequential
+
+    def recorded(self: Any, requests: int, hidden: Any) -> None:
+        self.use_confidence_head = True  # left off without adaptive verification, which no CPU can do
+        sample(self, requests, hidden)
+        rounds.append(self.draft_token_confidence_probs[0].tolist())
+
+    DSparkSpeculator._sample_sequential = recorded
+    return rounds
+
+
 def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
-             drafts: Optional[list[list[int]]] = None) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids of every prompt, and the engine's counters of speculative decoding. ``drafts`` is cleared first."""
+             recorded: Sequence[list[Any]] = ()) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids of every prompt, and the engine's counters of speculative decoding. ``recorded`` is cleared first."""
     from vllm import LLM, SamplingParams
 
     options = {"speculative_config": speculative} if speculative else {}
@@ -102,8 +119,8 @@ def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
         ignore_eos=True,
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    if drafts is not None:
-        drafts.clear()  # of the dummy runs at start-up
+    for rounds in recorded:
+        rounds.clear()  # of the dummy runs at start-up
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     counters = {}
     for metric in engine.get_metrics():
@@ -127,12 +144,14 @@ def main() -> None:
     report_to = os.dup(1)
     os.dup2(2, 1)
     drafts = record_drafts() if job.get("record") else None
-    tokens, counters = generate(job, speculative, drafts)
+    confidences = record_confidences() if job.get("confidence") else None
+    tokens, counters = generate(job, speculative, [rounds for rounds in (drafts, confidences) if rounds is not None])
     rounds, accepted = counters.get("drafts", 0), counters.get("accepted_tokens", 0)
     report: dict[str, Any] = {
         "tokens": tokens, "rounds": rounds, "drafted": counters.get("draft_tokens", 0), "accepted": accepted,
         "acceptance_length": 1 + accepted / rounds if rounds else None,
         "accepted_per_position": counters.get("accepted_tokens_per_pos"), "drafts": drafts,
+        "confidences": confidences,
     }
     if job.get("alone"):
         report["alone"], _ = generate(job, None)
