@@ -145,7 +145,8 @@ def _read_shards(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceRec
         try:
             shard = torch.load(file, map_location="cpu", weights_only=True)
             scores, mask = shard["logits"].float().numpy(), shard["prefix_mask"].numpy() > 0.5
-        except (OSError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError,
+                pickle.UnpicklingError) as error:  # torch tells a torn file in all of these ways
             raise InputRefused(f"{file} is not a shard with logits and prefix_mask ({error}). {_AGAIN}") from None
         if scores.ndim != 2 or scores.shape != mask.shape or (logits and scores.shape[1] != logits[0].shape[1]):
             raise InputRefused(f"{file}: logits {scores.shape} and prefix_mask {mask.shape} must be equal, and as wide "
