@@ -73,9 +73,16 @@ class SpsTable:
         Raises:
             InputRefused: missing, unreadable, or measured under other conditions; the message names the field.
         """
+        values = cls.require(path, **expected)
+        return cls.from_samples(values["sample_batch_tokens"], values["sample_steps_per_sec"],
+                                values.get("max_batch_tokens"), lookup=lookup, where=str(path))
+
+    @staticmethod
+    def require(path: str | PathLike[str], **expected: Any) -> dict[str, Any]:
+        """The file's content if its header has the values ``expected``. Raises InputRefused as ``load`` does."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-            tokens, rates = values["sample_batch_tokens"], values["sample_steps_per_sec"]
+            _ = values["sample_batch_tokens"], values["sample_steps_per_sec"]
         except FileNotFoundError:
             raise InputRefused(f"throughput table not found: {path}. Make it with: launch/profile_throughput.py"
                                ) from None
@@ -85,7 +92,7 @@ class SpsTable:
             if values.get(name) != value:
                 raise InputRefused(f"{path}: {name} is {values.get(name)!r}, here it is {value!r}: the profile was "
                                    "measured under other conditions. Measure again with launch/profile_throughput.py.")
-        return cls.from_samples(tokens, rates, values.get("max_batch_tokens"), lookup=lookup, where=str(path))
+        return values
 
     def step_seconds(self, batch_tokens: ArrayLike) -> Floats:
         """Seconds per step of ``batch_tokens`` [n] by the stated lookup; infinite beyond ``max_batch_tokens``."""

@@ -19,6 +19,7 @@ class ProfileConfig:
     warmup: int = 3
     max_batch_tokens: int = 256
     seconds_limit: float = 0.0  # stop adding samples after this, at least 3 per cell; 0 = no limit
+    extend: bool = False  # keep the cells of an earlier profile of the same server (vLLM verifies one length at a time)
     min_samples: int = 3  # cells with fewer are refused by the scheduler
 
 

@@ -18,6 +18,7 @@ def check_profile(config: Config) -> None:
     given = parts.scheme in ("http", "https") and bool(parts.hostname)
     if profile.source == "in_process":
         require(not profile.endpoint, "profile.endpoint", profile.endpoint, "empty with profile.source=in_process")
+        require(not profile.extend, "profile.extend", profile.extend, "false with profile.source=in_process")
     else:
         require(given, "profile.endpoint", profile.endpoint, f"the base URL of the {profile.source} server, "
                 "http://host:port")

@@ -105,7 +105,8 @@ class _Samples:
         return None
 
 
-def _cell(shape: Shape, times: list[RoundTime]) -> ProfileCell:
+def cell_of(shape: Shape, times: list[RoundTime]) -> ProfileCell:
+    """Medians and percentiles of samples."""
     total = 1e3 * np.array([item.total for item in times])
     draft, verify = 1e3 * np.array([item.draft for item in times]), 1e3 * np.array([item.verify for item in times])
     low, middle, high = np.percentile(total, (10, 50, 90))
@@ -149,7 +150,7 @@ def measure(runner: Runner, shapes: Sequence[Shape], config: ProfileConfig, *, s
                 if progress is not None:
                     progress()
         partial = samples.partial or partial
-        cells.extend(_cell(shape, samples.times[shape]) for shape in samples.alive)
+        cells.extend(cell_of(shape, samples.times[shape]) for shape in samples.alive)
     if not cells:
         raise InputRefused("profile: memory ran out at the smallest shape. Use smaller profile.num_reqs or "
                            "profile.kv_lengths.")
