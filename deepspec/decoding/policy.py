@@ -6,12 +6,12 @@ confidences of their own prefixes (Algorithm 1) or with a capacity from settled 
 """
 
 from collections import deque
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Union
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deepspec.calibration import sigmoid, survival_probability
+from deepspec.calibration import Calibration, sigmoid, survival_probability
 from deepspec.decoding.cost import RoundCost
 from deepspec.scheduling import Floats, Ints, schedule_budget, schedule_prefixes
 
@@ -31,7 +31,8 @@ class ThroughputScheduler:
     function of settled rounds, so two decodes with the same inputs decide alike; every decode starts with ``reset``.
     """
 
-    def __init__(self, cost: RoundCost, draft_length: int, *, temperatures: Optional[Sequence[float]] = None,
+    def __init__(self, cost: RoundCost, draft_length: int, *,
+                 temperatures: Union[None, Sequence[float], Calibration] = None,
                  policy: str = "early_stop", min_gain: float = 0.01, probe_every: int = 16,
                  max_verify: Optional[int] = None, floor: float = 0.0) -> None:
         """Options of a schedule.
@@ -39,7 +40,8 @@ class ThroughputScheduler:
         Args:
             cost: prices of rounds.
             draft_length: K.
-            temperatures: of the confidence head, one per position; None leaves it as it is.
+            temperatures: of the confidence head, one per position; None leaves it as it is. A whole calibration brings
+                its method, which may be another than temperatures.
             policy: early_stop (Algorithm 1) | lagged (Sec. 5.2).
             min_gain: predicted share of throughput below which it is not worth drafting.
             probe_every: rounds without drafting before one drafts again.
@@ -50,7 +52,9 @@ class ThroughputScheduler:
             raise ValueError(f"policy={policy!r} must be early_stop or lagged")
         self.cost = cost
         self.draft_length = draft_length
-        self.temperatures = np.asarray([1.0] * draft_length if temperatures is None else temperatures, dtype=np.float64)
+        self._calibration = temperatures if isinstance(temperatures, Calibration) else None
+        plain = [1.0] * draft_length if temperatures is None or isinstance(temperatures, Calibration) else temperatures
+        self.temperatures = np.asarray(plain, dtype=np.float64)
         self.policy = policy
         self.min_gain = min_gain
         self.probe_every = probe_every
@@ -75,6 +79,8 @@ class ThroughputScheduler:
         """a_{r,j} [R, K]: calibrated where there is a confidence head, else observed rates for every request."""
         if confidence_logits is None:
             return np.tile(survival_probability(self._survived / self._reached), (requests, 1))
+        if self._calibration is not None:
+            return survival_probability(self._calibration.apply(confidence_logits))
         return survival_probability(sigmoid(np.asarray(confidence_logits, dtype=np.float64) / self.temperatures))
 
     def _priced(self, requests: int) -> tuple[Floats, Floats, float]:

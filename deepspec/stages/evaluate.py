@@ -42,13 +42,13 @@ def scheduler_factory(config: Config, session: RunSession) -> SchedulerFactory:
     cost = trusted_cost(run_dir(config) / "profile", min_samples=config.profile.min_samples,
                         drafter_sha256=session.drafter_sha256, **conditions(session.target))
     length = session.drafter.shape.draft_length
-    temperatures = None
+    calibration = None
     path = run_dir(config) / "calibration.json"
     if session.drafter.shape.confidence_head and path.is_file():
-        temperatures = Calibration.load(path, block_size=length, drafter_sha256=session.drafter_sha256).temperatures
+        calibration = Calibration.load(path, block_size=length, drafter_sha256=session.drafter_sha256)
     elif session.drafter.shape.confidence_head:
         log.warning("%s is missing: the scheduler uses uncalibrated confidences; launch/calibrate.py makes it", path)
-    return make_schedulers(cost, length, config.scheduler, temperatures)
+    return make_schedulers(cost, length, config.scheduler, calibration)
 
 
 def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
