@@ -2,8 +2,9 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Union
 
+from deepspec.calibration import Calibration
 from deepspec.config.schema import SchedulerConfig
 from deepspec.decoding.cost import CostTable, read_cells
 from deepspec.decoding.policy import ThroughputScheduler
@@ -36,8 +37,8 @@ def trusted_cost(directory: str | PathLike[str], *, min_samples: int, **conditio
 
 
 def scheduler_factory(cost: CostTable, draft_length: int, config: SchedulerConfig,
-                      temperatures: Optional[Sequence[float]] = None) -> SchedulerFactory:
-    """Makes a fresh scheduler for a mode of ``POLICIES``."""
+                      temperatures: Union[None, Sequence[float], Calibration] = None) -> SchedulerFactory:
+    """Makes a fresh scheduler for a mode of ``POLICIES``; ``temperatures`` as ``ThroughputScheduler`` takes them."""
     return lambda mode: ThroughputScheduler(
         cost, draft_length, temperatures=temperatures, policy=POLICIES[mode], min_gain=config.min_gain,
         probe_every=config.probe_every, max_verify=config.max_verify, floor=config.min_tokens_per_second_per_user)
