@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Iterable, Optional
+from typing import Any, Callable, Iterable, Optional
 
 from deepspec.errors import InputRefused
 
@@ -51,6 +51,19 @@ def atomic_write_json(path: os.PathLike | str, value: Any) -> None:
     """JSON with sorted keys, two-space indent and a newline at the end, written atomically; NaN is refused."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     atomic_write_bytes(path, text.encode())
+
+
+def write_readable(path: os.PathLike | str, write: Callable[[Path], None]) -> None:
+    """Call ``write(path)`` and leave the file with the permissions that open() gives a new one.
+
+    Some libraries write under a temporary name that only its owner may read, which a server under another user then
+    cannot load.
+    """
+    path = Path(path)
+    with open(path, "wb") as handle:
+        mode = os.fstat(handle.fileno()).st_mode & 0o777
+    write(path)
+    os.chmod(path, mode)
 
 
 def fsync_directory(path: os.PathLike | str) -> None:

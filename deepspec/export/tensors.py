@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deepspec.artifacts import atomic_write_json
+from deepspec.artifacts import atomic_write_json, write_readable
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
 from deepspec.export import layout
@@ -58,15 +58,19 @@ def write(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_
         shards[-1][name] = tensors[name]
         filled += size
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        _save(shards[0], folder / SINGLE)
         return [SINGLE]
     names = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        _save(shard, folder / name)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     atomic_write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [*names, INDEX]
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    write_readable(path, lambda name: save_file(dict(tensors), name, metadata={"format": "pt"}))
 
 
 def files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deepspec.artifacts import atomic_write_bytes, atomic_write_json, begin, complete, fsync_directory
+from deepspec.artifacts import atomic_write_bytes, atomic_write_json, begin, complete, fsync_directory, write_readable
 from deepspec.drafters.config import shape_to_config
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import UserError
@@ -120,6 +120,6 @@ def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if value.numel() == 0:
             raise RuntimeError(f"{path}: tensor {name} is empty; it was not gathered from its ZeRO partitions")
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_readable(path, lambda name: save_file(tensors, name, metadata={"format": "pt"}))
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())

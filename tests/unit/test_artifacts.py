@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deepspec import artifacts
 from deepspec.errors import InputRefused
@@ -65,3 +67,11 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 def test_canonical_hash_ignores_key_order_and_sees_values() -> None:
     assert artifacts.canonical_hash({"a": 1, "b": [2]}) == artifacts.canonical_hash({"b": [2], "a": 1})
     assert artifacts.canonical_hash({"a": 1}) != artifacts.canonical_hash({"a": 2})
+
+
+def test_tensors_can_be_read_by_whoever_may_read_other_new_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "own")
+    artifacts.write_readable(tmp_path / "shared", lambda path: save_file({"a": torch.zeros(2)}, path))
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "shared").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert (tmp_path / "shared").read_bytes() == (tmp_path / "own").read_bytes()
