@@ -183,6 +183,9 @@ class ConfidenceConfig:
     temperature: float = 1.0  # of drafting and verification
     max_new_tokens: int = 128
     max_prompts: Optional[int] = None  # held-out prompts; null: all
+    # JSONL of more prompts ("prompt", "turns" or "messages"; "id", "domain"), instead of the run's held-out ones; no
+    # answers are needed, and rows of "split": "train" or that were trained on are left out
+    prompts: Optional[str] = None
     max_blocks: int = 20000
     batch_size: int = 32
     refit_fraction: float = 0.34  # share of held-out conversations the refit sees; never used for fit or report

@@ -62,7 +62,7 @@ def required(config: Config, stage: str) -> tuple[str, ...]:
 def _reads_responses(config: Config, stage: str) -> bool:
     """Whether a stage after training takes prompts from the responses, which a given store comes without."""
     if stage == "confidence":
-        return config.drafter.confidence_head
+        return config.drafter.confidence_head and config.confidence.prompts is None
     return any(benchmark.path == "held_out" for benchmark in config.evaluate.benchmarks)
 
 
@@ -91,7 +91,10 @@ def _inputs(config: Config, stages: list[str]) -> None:
 
 
 def _records(config: Config, stages: list[str]) -> None:
-    records = config.calibration.records
+    records, prompts = config.calibration.records, config.confidence.prompts
+    if "confidence" in stages and prompts is not None and not Path(prompts).expanduser().is_file():
+        raise InputRefused(f"confidence.prompts={prompts!r} is not a file. Give a JSONL of prompts, or leave it out for "
+                           "the run's own held-out ones.")
     if "calibrate" in stages and records is not None and not Path(records).expanduser().exists():
         raise InputRefused(f"calibration.records={records!r} is not there. Give an npz or jsonl of confidence records, "
                            "or a folder of SGLang shards (docs/calibration.md).")

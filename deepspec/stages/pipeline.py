@@ -72,7 +72,8 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     }
     keys: dict[str, Any] = {
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
-        "train": training, "confidence": {"confidence": values["confidence"]} | {
+        "train": training,
+        "confidence": {"confidence": values["confidence"], "files": _files([config.confidence.prompts])} | {
             name: values["calibration"][name] for name in ("fit_fraction", "num_bins", "bootstrap")},
         "calibrate": values["calibration"] | {"files": _records_files(config)},
         "profile": values["profile"] | {"hardware": hardware()},
@@ -95,6 +96,12 @@ def _target_files(config: Config) -> list[tuple[str, int, int]]:
         return []
     found = [(path.name, path.stat()) for path in sorted(Path(config.target.path).expanduser().glob("*.*"))]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found if name.endswith((".safetensors", ".json"))]
+
+
+def _files(paths: list[Optional[str]]) -> list[str]:
+    """Hashes of the files that there are among ``paths``."""
+    found = [Path(path).expanduser() for path in paths if path is not None]
+    return [sha256_file(path) for path in found if path.is_file()]
 
 
 def _records_files(config: Config) -> list[str]:
