@@ -93,8 +93,8 @@ def _inputs(config: Config, stages: list[str]) -> None:
 def _records(config: Config, stages: list[str]) -> None:
     records, prompts = config.calibration.records, config.confidence.prompts
     if "confidence" in stages and prompts is not None and not Path(prompts).expanduser().is_file():
-        raise InputRefused(f"confidence.prompts={prompts!r} is not a file. Give a JSONL of prompts, or leave it out for "
-                           "the run's own held-out ones.")
+        raise InputRefused(f"confidence.prompts={prompts!r} is not a file. Give a JSONL of prompts, or leave it out "
+                           "for the run's own held-out ones.")
     if "calibrate" in stages and records is not None and not Path(records).expanduser().exists():
         raise InputRefused(f"calibration.records={records!r} is not there. Give an npz or jsonl of confidence records, "
                            "or a folder of SGLang shards (docs/calibration.md).")
