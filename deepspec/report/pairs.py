@@ -55,17 +55,24 @@ def _compared(first: SettingValues, second: SettingValues, seed: int) -> Optiona
     return None if pair is None else compare(*pair, seed=seed)
 
 
+def _labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of the runs, those of their folders where two have one name."""
+    names = [one.name for one in runs]
+    return [one.directory.resolve().name if names.count(one.name) > 1 else one.name for one in runs]
+
+
 def pairs(runs: Sequence[RunFiles], seed: int = 0) -> list[Pair]:
     """The first run against each other one, wherever both were evaluated on the same prompts in the same way."""
     found = []
+    labels = _labels(runs)
     own = _settings(runs[0]) if runs else {}
-    for other in runs[1:]:
+    for other, label in zip(runs[1:], labels[1:]):
         theirs = _settings(other)
         for key in sorted(set(own) & set(theirs), key=str):
             one, two = own[key], theirs[key]
             result = _compared(runs[0].values[one.name], other.values[two.name], seed)
             if result is not None:
-                found.append(Pair(runs[0].name, other.name, one.estimator, one.temperature, one.values.get("thinking"),
+                found.append(Pair(labels[0], label, one.estimator, one.temperature, one.values.get("thinking"),
                                   result, _gain(one, two)))
     return found
 

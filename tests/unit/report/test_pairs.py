@@ -1,6 +1,7 @@
 """Pairs of runs, computed acceptance and the learning curve in the report."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def test_pairs_and_how_much_sharper_they_are(tmp_path: Path) -> None:
     text = " ".join(check(build_report(runs[0], runs[1:])).text)
     assert "Differences on the same prompts" in text and "times narrower" in text
     assert "p from flipping" in text
+
+
+def test_runs_of_one_name_are_told_by_their_folders(tmp_path: Path) -> None:
+    runs = [read_run_files(computed_run(tmp_path / name, 0.5, 1)) for name in ("first", "second")]
+    same = [replace(one, name="tiny") for one in runs]
+    assert {(one.first, one.second) for one in pairs(same)} == {("first", "second")}
 
 
 def test_other_texts_make_no_pair_of_computed_ones(tmp_path: Path) -> None:
