@@ -1,6 +1,8 @@
 """DeepSpeed's configuration: what is derived, what is refused, and that nothing needs a compiler."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_training import tiny_config, tiny_drafter
 
+from deepspec.config.owned import TOP_LEVEL
 from deepspec.config.schema import EngineConfig, OptimizerConfig, TrainerConfig
 from deepspec.errors import ConfigError
 from deepspec.training.engine import (
@@ -36,6 +39,19 @@ def test_accumulation_is_derived():
 def test_owned_keys_are_refused_by_name(extra, key):
     with pytest.raises(ConfigError, match=rf"engine.deepspeed.{key} is decided by"):
         build_config(TRAINER, OptimizerConfig(), EngineConfig(deepspeed=extra), 1)
+
+
+def test_a_key_deepspeed_would_pass_over_is_refused():
+    with pytest.raises(ConfigError, match="wall_clock_brakedown is nothing DeepSpeed reads.*'wall_clock_breakdown'"):
+        build_config(TRAINER, OptimizerConfig(), EngineConfig(deepspeed={"wall_clock_brakedown": True}), 1)
+
+
+def test_every_key_let_through_is_known_to_the_installed_deepspeed():
+    folder = Path(importlib.util.find_spec("deepspeed").origin).parent
+    words = set()
+    for path in folder.rglob("*.py"):
+        words.update(re.findall(r"""["']([a-z0-9_]+)["']""", path.read_text(encoding="utf-8")))
+    assert TOP_LEVEL - words == set()
 
 
 @pytest.mark.parametrize("extra,said", [
