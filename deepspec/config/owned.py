@@ -38,7 +38,7 @@ def refuse_owned(deepspeed: Mapping[str, Any]) -> None:
         if key not in TOP_LEVEL:
             close = difflib.get_close_matches(key, sorted(TOP_LEVEL), n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else "its configuration reference has those it reads."
-            raise ConfigError(f"engine.deepspeed.{key} is nothing DeepSpeed reads; it would be ignored silently: {hint}")
+            raise ConfigError(f"engine.deepspeed.{key} is nothing DeepSpeed reads; it would be ignored: {hint}")
     for key, option in OWNED.items():
         if _contains(deepspeed, key):
             raise ConfigError(f"engine.deepspeed.{key} is decided by {option}. Remove it and set that instead.")
