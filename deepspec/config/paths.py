@@ -6,6 +6,8 @@ from pathlib import Path
 from deepspec.artifacts import canonical_hash, sha256_file
 from deepspec.config.schema import Config, TargetConfig
 
+GIVEN_RESPONSES = "responses"  # folder in an imported store
+
 
 def target_identity(target: TargetConfig) -> dict[str, object]:
     """The options that choose the target's weights and how its text is rendered."""
@@ -83,7 +85,11 @@ def prompts_dir(config: Config) -> Path:
 
 
 def responses_dir(config: Config) -> Path:
-    """Directory of responses.jsonl."""
+    """Directory of responses.jsonl. A store that was given brings held-out ones along, unless this run makes some."""
+    if config.features.path is not None and "responses" not in config.stages:
+        given = features_dir(config) / GIVEN_RESPONSES
+        if given.is_dir():
+            return given
     return _directory(config, "responses", responses_key(config))
 
 

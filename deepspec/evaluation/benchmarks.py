@@ -56,7 +56,7 @@ def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
                                "none. Make them with data_prep/generate_responses.py, or give a file as the "
                                "benchmark's path.")
         rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools, row.thinking)
-                for row in read_responses(responses, HELD_OUT)]
+                for row in read_responses(responses, HELD_OUT) if row.messages]  # imported ones have token ids only
     else:
         rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path).expanduser())]
     rows = rows if config.limit is None else rows[:config.limit]

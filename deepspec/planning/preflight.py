@@ -14,7 +14,9 @@ from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning import work
 from deepspec.planning.estimate import is_present, needed_disk, plan_stages, planned_texts, stage_output, stages_due
 from deepspec.planning.plan import size
-from deepspec.planning.preflight_features import check_given_store, check_hidden_state_servers, connect_failure
+from deepspec.planning.preflight_features import (
+    check_given_prompts, check_given_store, check_hidden_state_servers, connect_failure,
+)
 from deepspec.planning.ranks import check_split
 from deepspec.planning.sizes import count_parameters
 from deepspec.planning.validate import validate
@@ -227,7 +229,7 @@ def _disk(config: Config) -> None:
 def preflight(config: Config, stages: list[str]) -> None:
     """Find whatever is missing for ``stages``. Raises ConfigError (values) or InputRefused (files, servers, disk)."""
     validate(config)
-    for check in (check_split, check_given_store, check_hidden_state_servers, _places, _inputs, _records, _report,
-                  _target, _sources, _cleaning, _servers, _benchmarks, _checkpoint):
+    for check in (check_split, check_given_store, check_given_prompts, check_hidden_state_servers, _places, _inputs,
+                  _records, _report, _target, _sources, _cleaning, _servers, _benchmarks, _checkpoint):
         check(config, list(stages))
     _disk(config)

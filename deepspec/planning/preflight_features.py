@@ -30,6 +30,17 @@ def check_given_store(config: Config, stages: Sequence[str]) -> None:
                            f"target.feature_layers={wanted}. Set target.feature_layers={found}, or give another store.")
 
 
+def check_given_prompts(config: Config, stages: Sequence[str]) -> None:
+    """Raise InputRefused when held-out prompts are to be decoded as text and there are only token ids of them."""
+    directory = paths.responses_dir(config)
+    if config.features.path is None or "evaluate" not in stages or directory.name != paths.GIVEN_RESPONSES:
+        return
+    if any(benchmark.path == "held_out" for benchmark in config.evaluate.benchmarks):
+        raise InputRefused(f"evaluate.benchmarks has held_out, but {directory} has only token ids of the held-out "
+                           "samples, no conversations. Give files as benchmarks (benchmark=paper, or "
+                           "evaluate.benchmarks), or make prompts and responses of your own by adding these stages.")
+
+
 def check_hidden_state_servers(config: Config, stages: Sequence[str]) -> None:
     """Raise InputRefused when no server of hidden states answers and this run would ask one."""
     server = config.features.server

@@ -49,8 +49,26 @@ def measured_length(path: Path, max_length: int) -> SampleLength | None:
     return SampleLength(tokens, answers, f"mean of {len(pairs)} rows of {path}")
 
 
+def given_length(directory: Path) -> SampleLength | None:
+    """Mean length of the first samples of a feature store; None where it has no index."""
+    pairs = []
+    try:
+        with open(directory / "index.jsonl", encoding="utf-8") as handle:
+            for line, _ in zip(handle, range(MEASURED_ROWS)):
+                row = json.loads(line)
+                pairs.append((int(row["tokens"]), int(row["label_rows"]) + 1))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not pairs:
+        return None
+    tokens, answers = (sum(values) / len(pairs) for values in zip(*pairs))
+    return SampleLength(tokens, answers, f"mean of {len(pairs)} samples of {directory}")
+
+
 def expected_length(config: Config) -> SampleLength:
     """Length of an average sample: measured where responses exist, else assumed within the limits of the options."""
+    if config.features.path is not None and (given := given_length(paths.features_dir(config))) is not None:
+        return given
     measured = measured_length(paths.responses_dir(config) / "responses.jsonl", config.data.max_length)
     if measured is not None:
         return measured

@@ -56,6 +56,8 @@ def count_rows(path: Path) -> Optional[int]:
 
 def expected_prompts(config: Config) -> tuple[Optional[int], str]:
     """Number of prompts and where the number comes from: files that exist, then limits in the options."""
+    if config.features.path is not None and (rows := count_rows(paths.features_dir(config) / "index.jsonl")):
+        return rows, f"samples of {paths.features_dir(config)}"
     for path in (paths.responses_dir(config) / "responses.jsonl", paths.prompts_dir(config) / "prompts.jsonl"):
         rows = count_rows(path)
         if rows:
@@ -72,7 +74,8 @@ def workload(config: Config, parameters: ParameterCount) -> Workload:
     """The size of every part of the run."""
     prompts, source = expected_prompts(config)
     length = expected_length(config)
-    samples = int((prompts or 0) * (1.0 - config.data.held_out_fraction))
+    held_out = config.data if config.features.path is None else config.features
+    samples = int((prompts or 0) * (1.0 - held_out.held_out_fraction))
     steps = config.trainer.epochs * -(-samples // config.trainer.global_batch_size)
     if config.trainer.max_steps is not None:
         steps = min(steps, config.trainer.max_steps) if prompts else config.trainer.max_steps

@@ -16,6 +16,7 @@ from deepspec.data.feature_codec import layout
 from deepspec.data.feature_format import INDEX, PRODUCER, BadFeatures, StoreHeader, human_bytes, require_disk
 from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index
 from deepspec.data.features.cache import SOURCE, ForeignCache, SourceOptions, open_cache, split_of
+from deepspec.data.features.held_out import HeldOutRows
 from deepspec.data.features.targets import load_folder
 from deepspec.data.progress import Progress
 from deepspec.data.prompts import SPLITS
@@ -123,9 +124,10 @@ def _copy(cache: ForeignCache, options: SourceOptions, target: Optional[FrozenTa
           manifest: artifacts.Manifest) -> Imported:
     """Every usable sample, then index and manifest."""
     done, dropped, aside = finished_samples(writer.directory), Counter[str](), list[str]()
-    order, splits, domains, tokens = list[str](), Counter[str](), Counter[str](), 0
+    order, splits, tokens = list[str](), Counter[str](), 0
     limit = max(1, int(QUARANTINE_LIMIT * len(cache)))
-    with Progress("import", len(cache), "samples") as progress:
+    with HeldOutRows(writer.directory, manifest.fingerprint) as rows, \
+            Progress("import", len(cache), "samples") as progress:
         for index in range(len(cache)):
             item = cache.read(index)
             name, split = item.sample.sample_id, split_of(cache.sample_id(index), options.held_out)
@@ -147,7 +149,8 @@ def _copy(cache: ForeignCache, options: SourceOptions, target: Optional[FrozenTa
                 continue
             order.append(name)
             splits[split] += 1
-            domains[item.sample.domain] += 1
+            if split == "held_out":
+                rows.add(item.sample)
             tokens += len(item.sample.input_ids)
     writer.close()
     shards = join_index(writer.directory, order, set(aside))

@@ -50,6 +50,10 @@ def from_target(catalog: Catalog, *, responses: Optional[Path] = None, target_pa
     """
     if SOURCE in catalog.manifest.config:
         return FromCache(catalog, target_path)
+    if (served := catalog.manifest.facts.get("served")) is not None:
+        raise InputRefused(f"{catalog.directory} was made by a server ({served.get('engine')}, {served.get('model')}), "
+                           "whose numbers the target here need not have. Drop what is damaged with --remove and make "
+                           "it again with: data_prep/extract_features.py features=server")
     key = catalog.manifest.config.get("responses")
     if not isinstance(key, dict):
         raise InputRefused(f"{catalog.directory}: its manifest does not say which target made it.")

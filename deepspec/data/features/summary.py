@@ -20,6 +20,7 @@ def describe(catalog: Catalog) -> str:
         ("store", f"{catalog.directory} ({manifest.status})"),
         ("target", f"{_target(catalog)}, fingerprint {header.target_fingerprint[:16]}, {header.source_dtype}"),
         ("layers", f"{', '.join(map(str, header.layers))} ({header.convention}); width {header.hidden_size}"),
+        ("made by", _engine(catalog)),
         ("codec", header.codec),
         ("samples", f"{len(records)} ({_counted(records, 'split')}), {tokens} tokens, "
                     f"{sum(record.label_rows for record in records)} of them predict a label"),
@@ -59,6 +60,15 @@ def _target(catalog: Catalog) -> str:
         return f"{Path(source['target']).name if source['target'] else 'unknown'} (imported from {source['format']})"
     responses = config.get("responses")
     return str(responses["target"]["name"]) if isinstance(responses, dict) else "unknown"
+
+
+def _engine(catalog: Catalog) -> str:
+    served = catalog.manifest.facts.get("served")
+    if served is None:
+        return "another project" if SOURCE in catalog.manifest.config else "the target itself"
+    version, kind = served.get("engine_version"), served.get("quantization")
+    return (f"{served['engine']}{f' {version}' if version else ''} serving {served.get('model')}, "
+            f"{kind or 'not quantised as far as was said'}")
 
 
 def _counted(records: list[Record], field: str) -> str:

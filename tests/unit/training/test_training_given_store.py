@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 
@@ -17,14 +18,20 @@ from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_training import tiny_config  # noqa: E402
 
 from deepspec.artifacts import read_manifest  # noqa: E402
-from deepspec.config.paths import features_dir  # noqa: E402
+from deepspec.config.paths import features_dir, responses_dir  # noqa: E402
 from deepspec.config.schema import Config, TargetConfig, TargetShape  # noqa: E402
+from deepspec.config.schema_evaluation import BenchmarkConfig  # noqa: E402
 from deepspec.data.features.__main__ import main  # noqa: E402
+from deepspec.data.samples import load_samples  # noqa: E402
 from deepspec.data.subset import Subset  # noqa: E402
 from deepspec.errors import InputRefused  # noqa: E402
 from deepspec.planning.preflight import required  # noqa: E402
-from deepspec.planning.preflight_features import check_given_store  # noqa: E402
+from deepspec.planning.preflight_features import check_given_prompts, check_given_store  # noqa: E402
+from deepspec.planning.samples import expected_length  # noqa: E402
+from deepspec.planning.sizes import count_parameters  # noqa: E402
+from deepspec.planning.work import expected_prompts, workload  # noqa: E402
 from deepspec.stages import features, train  # noqa: E402
+from deepspec.stages.confidence import held_out_requests  # noqa: E402
 from deepspec.stages.feature_sources import Data, load_data  # noqa: E402
 from deepspec.targets.load import load_target  # noqa: E402
 
@@ -68,7 +75,7 @@ def test_imports_train_and_resume(tmp_path: Path, rows: list[Row], folder: Path,
                                   caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     store = imported(kind, tmp_path, rows, folder)
-    before = {path.name: path.stat().st_mtime_ns for path in store.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in store.iterdir() if path.is_file()}
     config = run_config(tmp_path, folder, store, max_steps=2)
     features.run(config)
     assert f"those in {store} are used as they are" in caplog.text
@@ -80,7 +87,7 @@ def test_imports_train_and_resume(tmp_path: Path, rows: list[Row], folder: Path,
     config.trainer.max_steps = 4
     train.run(config)
     assert steps(config) == [1, 2, 3, 4], "continued, not begun again"
-    assert {path.name: path.stat().st_mtime_ns for path in store.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in store.iterdir() if path.is_file()} == before
 
 
 def loaded(config: Config, folder: Path) -> Data:
@@ -104,6 +111,37 @@ def test_the_split_is_the_stores_own_or_made_by_id(tmp_path: Path, rows: list[Ro
     everything = run_config(tmp_path, folder, none)
     everything.features.held_out_fraction = 0.0
     assert len(loaded(everything, folder).train) == 19 and len(loaded(everything, folder).held_out) == 0
+
+
+def test_held_out_samples_serve_the_stages_that_read_prompts(tmp_path: Path, rows: list[Row], folder: Path) -> None:
+    config = run_config(tmp_path, folder, imported("speculators", tmp_path, rows, folder, held_out="0.3"))
+    config.stages = ["train", "confidence"]
+    held_out = loaded(config, folder).held_out
+    known = {item.sample.sample_id: item.sample for item in held_out.get(range(len(held_out)))}
+    made = load_samples(responses_dir(config), "held_out", 64)
+    assert {item.sample_id for item in made} == known.keys()
+    for item in made:
+        assert torch.equal(item.input_ids, known[item.sample_id].input_ids)
+        assert torch.equal(item.loss_mask, known[item.sample_id].loss_mask)
+    requests = held_out_requests(config, None)
+    assert {request.prompt_ids for request in requests} == {tuple(item.input_ids[:4].tolist()) for item in made}
+    config.evaluate.benchmarks = [BenchmarkConfig(name="own", path="held_out")]
+    with pytest.raises(InputRefused, match="has only token ids"):
+        check_given_prompts(config, ["train", "evaluate"])
+    config.stages = ["responses", "train"]
+    check_given_prompts(config, ["train", "evaluate"])
+    assert responses_dir(config) != features_dir(config) / "responses", "nothing is written into a store that is given"
+
+
+def test_the_plan_counts_the_store(tmp_path: Path, rows: list[Row], folder: Path) -> None:
+    config = run_config(tmp_path, folder, imported("deepspec", tmp_path, rows, folder))
+    assert expected_prompts(config) == (19, f"samples of {tmp_path / 'store'}")
+    length = expected_length(config)
+    kept = [row for index, row in enumerate(rows) if index != 4]
+    assert length.tokens == pytest.approx(sum(len(row.ids) for row in kept) / 19)
+    assert length.answer == pytest.approx(sum(int(row.mask.sum()) for row in kept) / 19)
+    load = workload(config, count_parameters(config))
+    assert load.cache_bytes == 0 and load.samples_per_epoch == 13  # 19 less features.held_out_fraction
 
 
 def test_another_target_is_refused_and_an_unknown_one_needs_trust(tmp_path: Path, rows: list[Row],
