@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 OVERRIDES = "overrides.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _TURN_SECONDS = 2.0
-JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter"}
+JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter",
+        "loop": "deepspec.stages.closed_loop"}
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "WANDB_SILENT": "true",

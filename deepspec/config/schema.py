@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from deepspec.config.schema_evaluation import BenchmarkConfig, EvaluateConfig  # noqa: F401
 from deepspec.config.schema_features import FeatureServerConfig
-from deepspec.config.schema_serving import DoctorConfig
+from deepspec.config.schema_serving import DoctorConfig, LoopConfig
 from deepspec.config.schema_simulation import ProfileConfig, SchedulerConfig, SimulateConfig
 from deepspec.config.schema_sweep import SweepConfig
 from deepspec.config.schema_training import EngineConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
@@ -254,6 +254,7 @@ class Config:
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     runs: list[str] = field(default_factory=list)  # report.py, simulate_serving.py: other runs to compare
 

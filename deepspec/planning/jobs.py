@@ -60,7 +60,26 @@ def _import(config: Config) -> None:
         raise InputRefused(f"drafter.init_from={folder!r} has no config.json. Give the folder of a drafter.")
 
 
-_CHECKS: dict[str, Callable[[Config], None]] = {"doctor": _doctor, "import_drafter": _import}
+def _loop(config: Config) -> None:
+    loop, run = config.loop, paths.run_dir(config)
+    if loop.records is None and loop.requests is None:
+        raise ConfigError("Neither loop.records nor loop.requests is set: give what the engine recorded "
+                          "(loop.records=FILE), what was asked of it (loop.requests=FILE), or both.")
+    needed = {"recalibrate": "records", "train": "requests"}.get(loop.action)
+    if needed is not None and getattr(loop, needed) is None:
+        raise ConfigError(f"loop.action={loop.action} needs loop.{needed}=FILE.")
+    for key in ("records", "requests"):
+        value = getattr(loop, key)
+        if value is not None and not Path(value).expanduser().exists():
+            raise InputRefused(f"loop.{key}={value!r} does not exist. Give a file or a folder.")
+    if not (run / "export" / "config.json").is_file():
+        raise InputRefused(f"run.dir={config.run.dir!r} has no export: it is no run whose drafter is in service. "
+                           f"Export it with: python launch/export_drafter.py run.dir={config.run.dir}")
+    if loop.endpoint is not None and loop.serve is None:
+        check_endpoint("loop.endpoint", loop.endpoint)
+
+
+_CHECKS: dict[str, Callable[[Config], None]] = {"doctor": _doctor, "import_drafter": _import, "loop": _loop}
 
 
 def check_job(config: Config, job: str) -> None:

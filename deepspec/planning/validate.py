@@ -15,7 +15,7 @@ from deepspec.planning.require import choice, require, whole, wholes, within
 from deepspec.planning.validate_data import check_cleaning
 from deepspec.planning.validate_features import check_features
 from deepspec.planning.validate_evaluation import check_evaluation
-from deepspec.planning.validate_serving import check_doctor
+from deepspec.planning.validate_serving import check_doctor, check_loop
 from deepspec.planning.validate_speed import check_speed
 from deepspec.planning.validate_training import check_objective, check_trainer
 
@@ -231,5 +231,5 @@ def _export(config: Config) -> None:
 def validate(config: Config) -> None:
     """Check every value and combination that can be judged without touching a file. Raises ConfigError."""
     for check in (_stages, _run, _target, _drafter, check_objective, _data, check_trainer, _later_stages,
-                  check_evaluation, check_speed, _export, check_doctor):
+                  check_evaluation, check_speed, _export, check_doctor, check_loop):
         check(config)
