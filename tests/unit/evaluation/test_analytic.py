@@ -13,6 +13,8 @@ from deepspec.data.batch import Sample
 from deepspec.data.sources import encode_samples
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest
+from deepspec.drafters.registry import build_drafter
+from deepspec.drafters.types import SharedWeights
 from deepspec.evaluation.analytic import AnchorValues, survival
 from deepspec.evaluation.answers import Answer, answer_values, round_starts, teacher_forced_values
 from deepspec.evaluation.bootstrap import acceptance_length_interval
@@ -124,10 +126,22 @@ def answers_of(pairs: Sequence[Any]) -> list[Answer]:
             for request, result in pairs]
 
 
-def test_agrees_with_sampled_decoding_within_its_interval() -> None:
+def drafter_of(target: Any, algorithm: str) -> Any:
+    """A random drafter, in one pass per block or in one per token."""
+    if algorithm == "dspark":
+        return tiny_drafter(target, block_size=4)
+    shape = replace(tiny_drafter(target, block_size=4).shape, algorithm=algorithm, num_layers=1, head="none",
+                    markov_rank=0, confidence_head=False, confidence_with_markov=False)
+    torch.manual_seed(5)
+    shared = SharedWeights(target.embed_weight, target.lm_head_weight, "tiny")
+    return build_drafter(shape, shared).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "eagle3"])
+def test_agrees_with_sampled_decoding_within_its_interval(algorithm: str) -> None:
     """Rounds of real decoding begin more often where text is hard to guess; the weights of the anchors know that."""
     target = tiny_target(vocab=24, padded=32, eos=EOS, scale=5.0)
-    drafter = tiny_drafter(target, block_size=4)
+    drafter = drafter_of(target, algorithm)
     sampled = AcceptanceCounts.of([item for _, item in decoded(target, drafter, "fixed", Sampling(), 240, 40)], 4)
     interval = acceptance_length_interval(sampled, 1000)
     texts = answers_of(decoded(target, drafter, "none", Sampling(), 240, 44))
@@ -167,6 +181,22 @@ def test_teacher_forced_is_what_training_logs(models: tuple[Any, Any]) -> None:
     lengths = teacher_forced_lengths(torch.from_numpy(values.rate) * mask)
     assert values.lengths == pytest.approx(lengths.numpy())
     assert mask.sum(dim=1).tolist() == [3, 3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "eagle3"])
+def test_along_drafts_and_along_answers_agree_where_nothing_was_drafted_yet(algorithm: str) -> None:
+    """The first position depends on the text alone, read once in one piece and once step by step."""
+    target = tiny_target(vocab=24, padded=32, eos=EOS, scale=5.0)
+    drafter = drafter_of(target, algorithm)
+    answers = answers_of(decoded(target, drafter, "none", Sampling(seed=1), 12, 12))
+    samples = [replace(item.sample, sample_id=item.id) for item in answers if len(item.token_ids) > 1]
+    values = drafted_values(target, drafter, samples, Sampling(), num_anchors=50, batch_size=5)
+    along = answer_values(target, drafter, answers, Sampling())
+    first = {(name, place): rate for name, place, rate in zip(
+        along.sample.tolist(), along.position.tolist(), along.rate[:, 0].tolist())}
+    assert len(values) == len(first) > 50
+    for name, place, rate in zip(values.sample.tolist(), values.position.tolist(), values.rate[:, 0].tolist()):
+        assert rate == pytest.approx(first[name, place], abs=1e-5)
 
 
 def test_the_same_anchors_and_drafts_whatever_the_batch(models: tuple[Any, Any]) -> None:
