@@ -19,6 +19,7 @@ from tiny_data import save_target, tiny_config
 from deepspec import artifacts
 from deepspec.config import paths
 from deepspec.config.schema import Config
+from deepspec.data.engines.sglang_hidden import join_rows
 from deepspec.data.feature_store import FeatureStore
 from deepspec.data.jsonl import read_rows
 from deepspec.errors import InputRefused, UserError
@@ -318,3 +319,34 @@ def test_the_servers_folder_may_have_another_name_here(config: Config, engine: T
 def nothing_is_left_running() -> Iterator[None]:
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "hidden-states"]
+
+
+def test_sglang_servers_that_skip_tokens_or_give_something_else(config: Config, engine: TinyEngine) -> None:
+    bad = of_row(config, 8)
+
+    def cached(ids: list[int], made: dict[str, Any]) -> None:
+        if ids == bad:
+            states = made["reply"]["meta_info"]["hidden_states"]
+            states[0] = states[0][16:]
+
+    with FakeServer(sglang(engine, [0, 2], cached)) as layers, FakeServer(sglang(engine, None)) as last:
+        asked = asked_of(config, layers, engine="sglang", last_servers=[last.url])
+        features.run(asked)
+        found = [row for path in paths.features_dir(asked).glob("quarantine-*.jsonl") for _, row in read_rows(path)]
+        assert [row["sample_id"] for row in found] == ["p8"]
+        assert "hidden states of 20 of 36 tokens. Start the server with --disable-radix-cache" in found[0]["reason"]
+
+    def without(_: list[int], made: dict[str, Any]) -> None:
+        del made["reply"]["meta_info"]["hidden_states"]
+
+    for layers_answer, message in ((sglang(engine, [0]), "--return-aux-hidden-state-layer-ids 0 2"),
+                                   (sglang(engine, [0, 2], without), "not started to return hidden states")):
+        with FakeServer(layers_answer) as layers, FakeServer(sglang(engine, None)) as last:
+            asked = asked_of(config, layers, engine="sglang", last_servers=[last.url], quantization="awq")
+            with pytest.raises(InputRefused, match=message):
+                features.run(asked)
+
+
+def test_chunks_and_rows_are_joined() -> None:
+    rows = torch.arange(12.0).view(4, 3)
+    assert torch.equal(join_rows([rows[:2].tolist(), rows[2:3].tolist(), rows[3].tolist()]), rows)
