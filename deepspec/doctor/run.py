@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Optional, Sequence
 
 from deepspec.artifacts import atomic_write_json
+from deepspec.calibration.head import load_confidence
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config
 from deepspec.data.rendering import Renderer
@@ -90,6 +91,7 @@ def run(config: Config, overrides: Sequence[str] = ()) -> int:
     engine = connect(config.doctor)
     log.info("%s %s serves %s", engine.facts.engine, engine.facts.version or "", engine.facts.model)
     session = load_run(config)
+    load_confidence(run_dir(config), session.drafter, session.drafter_sha256)
     exam, diagnosis = examine_server(config, session, engine)
     settings = {"prompts": config.doctor.prompts, "max_new_tokens": config.doctor.max_new_tokens, "temperature": 0.0,
                 "tolerance": config.doctor.tolerance, "certainty": config.doctor.certainty}

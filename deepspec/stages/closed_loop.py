@@ -93,7 +93,8 @@ def served(config: Config, folder: Path) -> Iterator[Optional[str]]:
     if options.serve is None or options.endpoint is None:
         yield options.endpoint
         return
-    command = options.serve.format(drafter=shlex.quote(str(folder)), tokens=draft_length(config.drafter))
+    command = options.serve.replace("{drafter}", shlex.quote(str(folder.absolute())))
+    command = command.replace("{tokens}", str(draft_length(config.drafter)))
     log.info("starting %s", command)
     with open(folder.parent / "loop_server.log", "wb") as output:
         process = subprocess.Popen(command, shell=True, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
