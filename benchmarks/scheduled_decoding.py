@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/scheduled_decoding.py runs/tiny 1 4 16 32
 
 The profile is measured here, the three ways take turns on the same prompts, and times are CPU seconds of this process,
-so that other jobs on the machine disturb little. Prints one JSON line: per batch size tokens per CPU second of each way
+so that other jobs on the machine disturb little. Answers all have the same length (end-of-turn tokens do not stop them),
+or chance in their lengths would decide. Prints one JSON line: per batch size tokens per CPU second of each way
 (median of the repeats), and ``ratio``: scheduled against the better of the other two.
 """
 
@@ -25,10 +26,10 @@ from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config, ProfileConfig
 from deepspec.decoding.cost import CostTable
 from deepspec.decoding.decoder import SpeculativeDecoder
-from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.decoding.types import DecodeRequest
 from deepspec.profiling.measure import Measurement, grid, measure
 from deepspec.profiling.runner import DecoderRunner
+from deepspec.profiling.scheduler import recorded_logits, scheduler_factory
 from deepspec.stages.confidence import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession, load_run
@@ -43,12 +44,12 @@ def open_run(directory: str) -> tuple[Config, RunSession]:
     return config, load_run(config)
 
 
-def temperatures(config: Config, session: RunSession) -> Any:
+def calibration(config: Config, session: RunSession) -> Any:
     """The run's calibration, None without one."""
     path = run_dir(config) / "calibration.json"
     if not session.drafter.shape.confidence_head or not path.is_file():
         return None
-    return Calibration.load(path, drafter_sha256=session.drafter_sha256).temperatures
+    return Calibration.load(path, drafter_sha256=session.drafter_sha256)
 
 
 def profiled(config: Config, session: RunSession, sizes: list[int], clock: Any = time.process_time) -> Measurement:
@@ -73,19 +74,21 @@ def main() -> None:
     config, session = open_run(sys.argv[1])
     sizes = [int(value) for value in sys.argv[2:]] or [1, 4, 16, 32]
     cost = CostTable.from_cells(profiled(config, session, sizes).cells)
-    calibrated = temperatures(config, session)
+    known = recorded_logits(run_dir(config) / "confidence" / "records.npz", session.drafter_sha256)
+    make = scheduler_factory(cost, session.drafter.shape.draft_length, config.scheduler, calibration(config, session),
+                             logits=known)
     rows = []
     for size in sizes:
         speeds: dict[str, list[float]] = {"none": [], "fixed": [], "scheduled": []}
         drafted = []
         for repeat in range(REPEATS + 1):
-            requests = requests_of(config, max(6, 2 * size))
+            requests = requests_of(config, max(4, 2 * size))
             for mode, found in speeds.items():
-                scheduler = ThroughputScheduler(cost, session.drafter.shape.draft_length, temperatures=calibrated)
                 decoder = SpeculativeDecoder(
                     session.target, session.drafter, Sampling(temperature=1.0, seed=repeat), batch_size=size,
-                    max_new_tokens=TOKENS, mode=mode, scheduler=scheduler if mode == "scheduled" else None)
+                    max_new_tokens=TOKENS, mode=mode, scheduler=make(mode) if mode == "scheduled" else None)
                 decoder.clock = time.process_time
+                decoder._stop_ids = frozenset()
                 for _ in decoder.decode(requests):
                     continue
                 if repeat:  # the first pass allocates

@@ -19,7 +19,7 @@ from typing import Any, Sequence
 
 import numpy as np
 import torch
-from scheduled_decoding import open_run, temperatures
+from scheduled_decoding import calibration, open_run
 
 from deepspec.config.schema import Config, ProfileConfig, SchedulerConfig
 from deepspec.decoding.cost import ProfileCell
@@ -125,8 +125,7 @@ def main() -> None:
     length = session.drafter.shape.draft_length
     recorded = [result for seed in (11, 12, 13) for result in decode(session, fit, max(sizes), "fixed", None, seed)[0]]
     traces = traces_of(recorded, length, drafter_sha256=session.drafter_sha256)
-    calibrated = temperatures(config, session)
-    schedules = Subject("run", traces, merged([first, first]), temperatures=calibrated)
+    schedules = Subject("run", traces, merged([first, first]), calibration=calibration(config, session))
     mixes = mixes_of(sorted({item.domain for item in test}))
     measured: dict[tuple[int, str, int], float] = {}
     for place, mix in enumerate(mixes):

@@ -18,7 +18,8 @@ from deepspec.scheduling import Floats, Ints, schedule_budget, schedule_prefixes
 _HISTORY = 128  # blocks whose survival the next decision is made from
 _DECAY = 0.98  # per block, of counts behind observed rates
 _PRIOR = 4.0  # blocks that the starting guess counts for
-_MAX_PROBE_GAP = 256  # rounds; the gap doubles while probing does not pay
+_MIN_PROBE_GAP = 16  # rounds between two trials of drafting
+_MAX_PROBE_GAP = 4096  # the gap doubles while they do not pay
 _VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
 _GROUPS = 16  # of settled blocks, each scheduled like a round, that a verdict is made of
 _LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
@@ -33,7 +34,7 @@ class ThroughputScheduler:
 
     def __init__(self, cost: RoundCost, draft_length: int, *,
                  temperatures: Union[None, Sequence[float], Calibration] = None,
-                 policy: str = "early_stop", min_gain: float = 0.01, probe_every: int = 16,
+                 policy: str = "early_stop", min_gain: float = 0.01, probe_share: float = 0.01,
                  max_verify: Optional[int] = None, floor: float = 0.0) -> None:
         """Options of a schedule.
 
@@ -44,7 +45,7 @@ class ThroughputScheduler:
                 its method, which may be another than temperatures.
             policy: early_stop (Algorithm 1) | lagged (Sec. 5.2).
             min_gain: predicted share of throughput below which it is not worth drafting.
-            probe_every: rounds without drafting before one drafts again.
+            probe_share: share of the time that may go into finding out again whether drafting pays.
             max_verify: most draft tokens of a request in one round; None: K.
             floor: tokens per second promised to every request; 0: none.
         """
@@ -57,21 +58,35 @@ class ThroughputScheduler:
         self.temperatures = np.asarray(plain, dtype=np.float64)
         self.policy = policy
         self.min_gain = min_gain
-        self.probe_every = probe_every
+        self.probe_share = probe_share
         self.max_verify = draft_length if max_verify is None else min(max_verify, draft_length)
         self.floor = floor if floor > 0 else None
+        self._prior: Optional[Floats] = None
         self._prices: dict[int, tuple[Floats, Floats, float]] = {}
         self.reset()
 
+    def start_from(self, survival: Floats) -> "ThroughputScheduler":
+        """Let every decode start from survivals [n, K] of earlier blocks, of the calibration set say.
+
+        Without them the first rounds of every decode draft to find out, whatever it costs.
+        """
+        self._prior = np.asarray(survival, dtype=np.float64)[-_HISTORY:] if len(survival) else None
+        self.reset()
+        return self
+
     def reset(self) -> None:
         """Forget all settled rounds."""
-        self._history: deque[Floats] = deque(maxlen=_HISTORY)
+        self._history: deque[Floats] = deque(() if self._prior is None else self._prior, maxlen=_HISTORY)
         self._earlier: deque[Floats] = deque(maxlen=_LAG)
         self._reached = np.full(self.draft_length, _PRIOR)
-        self._survived = np.full(self.draft_length, 0.7 * _PRIOR)
+        self._guess = np.full(self.draft_length, 0.7)  # conditional acceptance before anything is observed
+        if self._prior is not None:
+            mean = self._prior.mean(axis=0)
+            self._guess = mean / np.maximum(np.concatenate(([1.0], mean[:-1])), 1e-9)
+        self._survived = self._guess * _PRIOR
         self._predicted = self._observed = _PRIOR
         self._idle = 0
-        self._gap = self.probe_every
+        self._gap = 0  # rounds until the next trial; 0: drafting paid when last asked
         self._settled = 0
         self._verdicts: dict[int, tuple[int, bool]] = {}  # by requests: settled rounds it was made of, verdict
 
@@ -102,13 +117,22 @@ class ThroughputScheduler:
             pays = self._pays(requests)
             self._verdicts[requests] = (self._settled, pays)
         if pays:
-            self._idle, self._gap = 0, self.probe_every
+            self._idle = self._gap = 0
             return True
+        self._gap = self._gap or self._first_gap(requests)
         self._idle += 1
         if self._idle < self._gap:
             return False
         self._idle, self._gap = 0, min(2 * self._gap, _MAX_PROBE_GAP)
         return True
+
+    def _first_gap(self, requests: int) -> int:
+        """Rounds between trials that cost ``probe_share`` of the time, a trial counted as a whole block for each."""
+        rates, plain, _ = self._priced(requests)
+        extra = (1.0 / float(rates[-1]) - float(plain[0])) / float(plain[0])
+        if self.probe_share * _MAX_PROBE_GAP <= extra:
+            return _MAX_PROBE_GAP
+        return max(_MIN_PROBE_GAP, int(np.ceil(extra / self.probe_share)))
 
     def _pays(self, requests: int) -> bool:
         """Predicted tokens per second with drafting, lengths chosen as they would be, against plain decoding."""
@@ -158,4 +182,4 @@ class ThroughputScheduler:
         reached = judged & (position <= accepted[:, None])
         self._reached = decay * self._reached + reached.sum(axis=0) + (1 - decay) * _PRIOR
         survived = (position < accepted[:, None]).sum(axis=0)
-        self._survived = decay * self._survived + survived + (1 - decay) * 0.7 * _PRIOR
+        self._survived = decay * self._survived + survived + (1 - decay) * self._guess * _PRIOR

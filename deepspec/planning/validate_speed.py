@@ -43,7 +43,8 @@ def check_scheduler(config: Config) -> None:
     scheduler = config.scheduler
     within("scheduler.min_gain", scheduler.min_gain, 0.0, math.inf)
     within("scheduler.min_tokens_per_second_per_user", scheduler.min_tokens_per_second_per_user, 0.0, math.inf)
-    wholes("scheduler", scheduler, ("max_verify", "probe_every"), 1)
+    within("scheduler.probe_share", scheduler.probe_share, 0.0, 1.0)
+    wholes("scheduler", scheduler, ("max_verify",), 1)
 
 
 def check_simulate(config: Config) -> None:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
+
 from deepspec.calibration import Calibration
 from deepspec.config.schema import SchedulerConfig
 from deepspec.decoding.modes import SCHEDULED
 from deepspec.errors import InputRefused
 from deepspec.profiling.files import SPS_FILE
-from deepspec.profiling.scheduler import scheduler_factory
+from deepspec.profiling.scheduler import scheduler_factory, spread
+from deepspec.scheduling import Floats
 from deepspec.simulation.costs import StepCosts, check_same_machine
 from deepspec.simulation.policies import Policy
 from deepspec.simulation.traces import Traces
@@ -27,16 +30,25 @@ class Subject:
     costs: StepCosts
     algorithm: str = ""
     layers: Optional[int] = None
-    temperatures: Optional[tuple[float, ...]] = None
+    calibration: Optional[Calibration] = None
 
     def policy(self, mode: str, scheduler: SchedulerConfig, length: Optional[int] = None) -> Policy:
         """How ``mode`` decodes with this drafter; ``length`` of fixed mode, None: the whole block."""
         if mode == "none":
             return Policy("none")
         if mode in SCHEDULED:
-            make = scheduler_factory(self.costs.tables[0], self.traces.draft_length, scheduler, self.temperatures)
+            logits, survival = known_blocks(self.traces)
+            make = scheduler_factory(self.costs.tables[0], self.traces.draft_length, scheduler, self.calibration,
+                                     logits=logits, survival=survival)
             return Policy(mode, scheduler=lambda: make(mode))
         return Policy(mode, self.traces.draft_length if length is None else length)
+
+
+def known_blocks(traces: Traces) -> tuple[Optional[Floats], Optional[Floats]]:
+    """What a scheduler knows of a drafter before it serves: recorded confidences, or how often blocks got so far."""
+    if traces.logits is not None:
+        return spread(traces.logits), None
+    return None, (traces.accepted[:, None] > np.arange(traces.draft_length)).mean(axis=0, keepdims=True)
 
 
 def read_profile_header(directory: Path) -> dict[str, Any]:
@@ -52,12 +64,12 @@ def read_profile_header(directory: Path) -> dict[str, Any]:
                            f"launch/profile_throughput.py run.dir={directory}.") from None
 
 
-def calibrated(directory: Path, traces: Traces) -> Optional[tuple[float, ...]]:
-    """Temperatures of the run's calibration, None without a confidence head or a calibration."""
+def calibrated(directory: Path, traces: Traces) -> Optional[Calibration]:
+    """The run's calibration, None without a confidence head or a calibration."""
     path = directory / "calibration.json"
     if traces.logits is None or not path.is_file():
         return None
-    return Calibration.load(path, block_size=traces.draft_length, drafter_sha256=traces.drafter_sha256).temperatures
+    return Calibration.load(path, block_size=traces.draft_length, drafter_sha256=traces.drafter_sha256)
 
 
 def other_subject(directory: Path, own_header: dict[str, Any]) -> Subject:

@@ -25,7 +25,7 @@ from deepspec.evaluation.estimate import DRAFTED, TEACHER_FORCED
 from deepspec.evaluation.run import Material, Subject, evaluate
 from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
-from deepspec.profiling.scheduler import SchedulerFactory, trusted_cost
+from deepspec.profiling.scheduler import SchedulerFactory, recorded_logits, trusted_cost
 from deepspec.profiling.scheduler import scheduler_factory as make_schedulers
 from deepspec.training.session import RunSession, load_run
 
@@ -48,7 +48,8 @@ def scheduler_factory(config: Config, session: RunSession) -> SchedulerFactory:
         calibration = Calibration.load(path, block_size=length, drafter_sha256=session.drafter_sha256)
     elif session.drafter.shape.confidence_head:
         log.warning("%s is missing: the scheduler uses uncalibrated confidences; launch/calibrate.py makes it", path)
-    return make_schedulers(cost, length, config.scheduler, calibration)
+    known = recorded_logits(run_dir(config) / "confidence" / "records.npz", session.drafter_sha256)
+    return make_schedulers(cost, length, config.scheduler, calibration, logits=known)
 
 
 def _untrained(config: Config, session: RunSession) -> torch.nn.Module:

@@ -110,7 +110,7 @@ def _describe(subject: Subject) -> dict[str, object]:
             "draft_length": traces.draft_length, "drafter_sha256": traces.drafter_sha256,
             "conversations": len(traces), "blocks": len(traces.accepted),
             "acceptance_length": traces.acceptance_length, "sampling_temperature": traces.sampling_temperature,
-            "calibrated": subject.temperatures is not None}
+            "calibrated": subject.calibration is not None}
 
 
 def table(points: list[Point], advice: list[Recommendation]) -> list[str]:

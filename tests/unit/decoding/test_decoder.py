@@ -203,7 +203,7 @@ def test_a_drafter_that_does_not_pay_is_left_alone_and_asked_again_rarely() -> N
 
 def test_memory_of_undrafted_rounds_is_bounded() -> None:
     target, sampling = tiny_target(eos=60), Sampling(temperature=1.0)
-    scheduler = ThroughputScheduler(LinearCost(base=1.0, slope=1.0, draft=50.0), 4, probe_every=1000)
+    scheduler = ThroughputScheduler(LinearCost(base=1.0, slope=1.0, draft=50.0), 4)
     run = decoder(target, tiny_drafter(target), sampling, "scheduled", batch_size=1, tokens=300, scheduler=scheduler)
     most = 0
 
