@@ -182,8 +182,15 @@ def _encoded(target: FrozenTarget | ServedTarget, batches: Iterable[list[Sample]
     if isinstance(target, ServedTarget):
         yield from target.stream(chain.from_iterable(batches))
         return
+    checked = False
     for batch in batches:
-        yield from encode_samples(target, batch)
+        for item in encode_samples(target, batch):
+            # In every build and on every rank: what is about to be stored gives the model's own logits. A sample that
+            # overflows says nothing of that; the writer sets it aside.
+            if not checked and bool(item.last_hidden.isfinite().all()):
+                target.check_sample(item.sample.input_ids, item.last_hidden)
+                checked = True
+            yield item
 
 
 def _extract(build: StoreBuild, target: FrozenTarget | ServedTarget, meeting: Rendezvous) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from deepspec.targets.cache import CacheLayout, PackedCache
 from deepspec.targets.spec import TargetSpec
 
 _CHECK_TOKENS = 24
+_CHECK_SAMPLE = 256  # tokens of a real sample
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures",
                   "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "use_cache")
@@ -179,13 +180,26 @@ class FrozenTarget:
         steps = [self.step(ids[:-1], [0, 1], [first, split[1] - 1], cache, features=False),
                  self.step(ids[-1:], [1], [1], cache, features=False)]
         cached = self._raw_logits(torch.cat([step.last_hidden for step in steps]))
+        reference = torch.cat([self._own_logits(part) for part in ids.split(split)])
+        return self._same_logits((packed, cached), reference)
+
+    @torch.no_grad()
+    def check_sample(self, input_ids: Tensor, last_hidden: Tensor) -> float:
+        """The same for hidden states [T, D] of a real sample [T] int64, over its first tokens."""
+        ids = input_ids[:_CHECK_SAMPLE].to(self.device)
+        return self._same_logits((self._raw_logits(last_hidden[:_CHECK_SAMPLE].to(self.device, self.dtype)),),
+                                 self._own_logits(ids))
+
+    def _own_logits(self, ids: Tensor) -> Tensor:
+        """[T, V] float32 of the model as it is, without our attention."""
         self._model.set_attn_implementation(self._attention)
         try:
-            parts = [self._model(part[None], use_cache=False).logits[0].float() for part in ids.split(split)]
+            return self._model(ids[None], use_cache=False).logits[0].float()
         finally:
             self._model.set_attn_implementation(PACKED_ATTENTION)
-        reference = torch.cat(parts)
-        difference = max(float((logits - reference).abs().max()) for logits in (packed, cached))
+
+    def _same_logits(self, found: Sequence[Tensor], reference: Tensor) -> float:
+        difference = max(float((logits - reference).abs().max()) for logits in found)
         relative = difference / max(float(reference.abs().max()), 1.0)
         if not relative <= (1e-3 if self.dtype == torch.float32 else 5e-2):
             raise InputRefused(

@@ -84,6 +84,16 @@ def test_self_check_refuses_a_model_with_another_head() -> None:
         target.self_check()
 
 
+def test_hidden_states_of_a_sample_are_compared_with_the_logits_of_the_model() -> None:
+    target, ids = tiny_target(), random_ids(9)
+    hidden = target.encode(ids, [9]).last_hidden
+    assert target.check_sample(ids, hidden) < 1e-3
+    with pytest.raises(InputRefused, match="do not reproduce its logits"):
+        target.check_sample(ids, hidden.roll(1, dims=0))  # those of the token before
+    with pytest.raises(InputRefused, match="do not reproduce its logits"):
+        target.check_sample(ids, hidden * float("nan"))
+
+
 def test_nothing_is_trainable_and_training_leaves_the_target_alone() -> None:
     target = tiny_target()
     before = target.fingerprint
