@@ -88,7 +88,7 @@ def test_every_draft_is_ours(target_folder: Path, tmp_path: Path, drafter: dict[
     tokens = report["tokens"][0]
     expected = our_drafts(loaded, model, PROMPTS[0], tokens)
     place, compared = 0, 0
-    for drafts in report["drafts"]:
+    for drafts in report["drafts"][0]:
         if place >= len(tokens):
             break
         ours, gap = expected[place]

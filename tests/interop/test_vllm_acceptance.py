@@ -152,7 +152,7 @@ def test_confidences_are_ours(trained: Trained) -> None:
     tokens = report["tokens"][0]
     expected = our_confidences(trained, PROMPTS[0], tokens)
     place, worst, compared = 0, 0.0, 0
-    for drafts, confidences in zip(report["drafts"], report["confidences"], strict=True):
+    for drafts, confidences in zip(report["drafts"][0], report["confidences"][0], strict=True):
         if place >= len(tokens):
             break
         own_drafts, own = expected[place]

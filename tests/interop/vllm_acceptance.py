@@ -6,9 +6,10 @@ JSON object on stdin:
     {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
      "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": false, "record": false, "confidence": false}
 
-With ``record`` (one prompt) the report has the draft tokens of every round, with ``confidence`` beside it (DSpark) also
-what the confidence head said, which the engine evaluates only where it schedules by it. With ``alone`` the target is
-also run without a drafter, and ``greedy_equal`` says whether the outputs are the same.
+With ``record`` prompts are answered one by one, and the report has the draft tokens of every round by prompt, with
+``confidence`` beside it (DSpark) also what the confidence head said, which the engine evaluates only where it schedules
+by it. With ``alone`` the target is also run without a drafter, and ``greedy_equal`` says whether the outputs are the
+same.
 """
 
 import json
@@ -121,13 +122,30 @@ def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     for rounds in recorded:
         rounds.clear()  # of the dummy runs at start-up
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    outputs = []
+    for part in [[prompt] for prompt in prompts] if recorded else [prompts]:
+        outputs += engine.generate(part, sampling, use_tqdm=False)
+        for rounds in recorded:
+            rounds.append(None)  # the next prompt's begin here
     counters = {}
     for metric in engine.get_metrics():
         if "spec_decode" in metric.name:
             values = getattr(metric, "values", None)
             counters[metric.name.rsplit("spec_decode_num_", 1)[-1]] = metric.value if values is None else list(values)
     return [list(output.outputs[0].token_ids) for output in outputs], counters
+
+
+def by_prompt(rounds: Optional[list[Any]]) -> Optional[list[list[Any]]]:
+    """Recorded rounds of each prompt."""
+    if rounds is None:
+        return None
+    found: list[list[Any]] = [[]]
+    for entry in rounds:
+        if entry is None:
+            found.append([])
+        else:
+            found[-1].append(entry)
+    return found[:-1]
 
 
 def main() -> None:
@@ -150,8 +168,8 @@ def main() -> None:
     report: dict[str, Any] = {
         "tokens": tokens, "rounds": rounds, "drafted": counters.get("draft_tokens", 0), "accepted": accepted,
         "acceptance_length": 1 + accepted / rounds if rounds else None,
-        "accepted_per_position": counters.get("accepted_tokens_per_pos"), "drafts": drafts,
-        "confidences": confidences,
+        "accepted_per_position": counters.get("accepted_tokens_per_pos"),
+        "drafts": by_prompt(drafts), "confidences": by_prompt(confidences),
     }
     if job.get("alone"):
         report["alone"], _ = generate(job, None)
