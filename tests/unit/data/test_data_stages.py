@@ -172,6 +172,19 @@ def test_a_bad_sample_is_set_aside_and_too_many_stop(config: Config, monkeypatch
     assert torch.isfinite(found.get([0])[0].features).all()
 
 
+def test_hidden_states_that_are_not_those_of_the_logits_are_refused(config: Config,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample of a build is checked: here every row is that of the token before."""
+    prompts.run(config)
+    responses.run(config)
+    original = features.encode_samples
+    monkeypatch.setattr(features, "encode_samples", lambda *arguments: [
+        replace(item, last_hidden=item.last_hidden.roll(1, dims=0)) for item in original(*arguments)])
+    with pytest.raises(InputRefused, match="do not reproduce its logits"):
+        features.run(config)
+    assert not list(paths.features_dir(config).glob("shard-*"))
+
+
 def test_a_disk_that_is_too_small_is_refused_before_extraction(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
