@@ -132,7 +132,10 @@ class Link:
         late = "Timed out" in str(error)
         what = (f"has not answered for {self._timeout.total_seconds():.0f} s (features.queue_timeout)" if late
                 else "has ended: it was killed, or its host is gone")
-        reason = self._split.told(f"failed-{target}")
+        try:
+            reason = self._split.told(f"failed-{target}")
+        except UserError:  # rank 0, too, has seen it, and has ended
+            reason = None
         return UserError(f"Target rank {target}, which computes hidden states for the trainers (features.mode="
                          f"disaggregated), {what if reason is None else f'has failed: {reason}'}. The last checkpoint "
                          "is intact; start the same command again and it continues from there.")
