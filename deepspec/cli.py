@@ -30,6 +30,8 @@ JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.impo
         "loop": "deepspec.stages.closed_loop"}
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Without the stack traces of a store whose other end has ended: the error itself is raised, and shown once.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "WANDB_SILENT": "true",
     # Spinning OpenMP threads slow a step five to tenfold as soon as anything else wants a core.
     "OMP_WAIT_POLICY": "PASSIVE",
