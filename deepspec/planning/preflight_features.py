@@ -1,5 +1,6 @@
 """What must be there before hidden states are read or taken from servers, looked at without torch."""
 
+import json
 import socket
 from typing import Sequence
 from urllib.parse import urlsplit
@@ -50,8 +51,27 @@ def check_hidden_state_servers(config: Config, stages: Sequence[str]) -> None:
     for key, urls in (("servers", server.servers), ("last_servers", server.last_servers)):
         failures = [failure for url in urls if (failure := connect_failure(url)) is not None]
         if urls and len(failures) == len(urls):
-            raise InputRefused(f"No server of features.server.{key} answers: {'; '.join(failures)}. Start one as in "
-                               "docs/data.md, or use features=cached or features=online.")
+            raise InputRefused(f"No server of features.server.{key} answers: {'; '.join(failures)}. Start one, for "
+                               f"example: {serve_command(config, last=key == 'last_servers')} -- or use features=cached "
+                               "or features=online.")
+
+
+def serve_command(config: Config, *, last: bool = False) -> str:
+    """How a server of the hidden states of this run is started; ``last``: of the last hidden state alone."""
+    layers, target = list(config.target.feature_layers), config.target.path or config.target.name
+    if config.features.server.engine == "sglang":
+        what = "--enable-return-hidden-states" if last else (
+            "--enable-return-aux-hidden-states --speculative-algorithm DFLASH --return-aux-hidden-state-layer-ids "
+            + " ".join(map(str, layers)))
+        return (f"python -m sglang.launch_server --model-path {target} {what} --disable-radix-cache "
+                "--chunked-prefill-size -1")
+    ids = [layer + 1 for layer in layers] + [config.target.shape.num_layers]
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1,
+                   "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}
+    transfer = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": config.features.server.files or "FOLDER"}}
+    return (f"vllm serve {target} --speculative-config '{json.dumps(speculative)}' "
+            f"--kv-transfer-config '{json.dumps(transfer)}'")
 
 
 def _stored(config: Config) -> bool:

@@ -11,7 +11,7 @@ from deepspec.config import paths
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning.preflight import required
-from deepspec.planning.preflight_features import check_given_store, check_hidden_state_servers
+from deepspec.planning.preflight_features import check_given_store, check_hidden_state_servers, serve_command
 from deepspec.planning.sizes import count_parameters
 from deepspec.planning.validate import validate
 from deepspec.planning.validate_features import check_features
@@ -78,9 +78,15 @@ def test_what_is_needed_follows_from_where_hidden_states_are(config: Config) -> 
 
 def test_a_server_that_would_be_asked_must_be_there(config: Config) -> None:
     config.features.server.servers = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
-    with pytest.raises(InputRefused, match="No server of features.server.servers answers: .*:9/v1.*:10/v1"):
+    with pytest.raises(InputRefused, match=r"No server of features.server.servers answers: .*:9/v1.*:10/v1.*"
+                                           r"vllm serve micro .*_layer_ids\": \[2, 5, 7, 8\]"):
         check_hidden_state_servers(config, ["features", "train"])
     check_hidden_state_servers(config, ["train"])  # reads the store
+    config.features.server.engine, config.features.server.last_servers = "sglang", ["http://127.0.0.1:9/v1"]
+    with pytest.raises(InputRefused, match="DFLASH --return-aux-hidden-state-layer-ids 1 4 6 --disable-radix-cache"):
+        check_hidden_state_servers(config, ["features"])
+    assert "--enable-return-hidden-states --disable" in serve_command(config, last=True)
+    config.features.server.engine, config.features.server.last_servers = "vllm", []
     config.features.server.store = False
     with pytest.raises(InputRefused, match="No server"):
         check_hidden_state_servers(config, ["train"])
