@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deepspec.decoding.types import DecodeRequest
 from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.targets.frozen import FrozenTarget
 
@@ -23,7 +24,8 @@ class Vocabulary:
         return {str(token): token for token in range(self.size)}
 
 
-def tiny_target(vocab: int = 48, padded: int = 64, eos: int = 1, seed: int = 0, scale: float = 6.0) -> FrozenTarget:
+def tiny_target(vocab: int = 48, padded: int = 64, eos: int = 1, seed: int = 0, scale: float = 6.0,
+                layers: tuple[int, ...] = LAYERS) -> FrozenTarget:
     """Four random layers; ``scale`` on the LM head makes the distributions uneven."""
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=padded, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -32,7 +34,7 @@ def tiny_target(vocab: int = 48, padded: int = 64, eos: int = 1, seed: int = 0, 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.get_output_embeddings().weight.data.mul_(scale)
     tokenizer: Any = Vocabulary(vocab, eos)
-    return FrozenTarget(model, tokenizer, feature_layers=LAYERS, mask_token_id=2)
+    return FrozenTarget(model, tokenizer, feature_layers=layers, mask_token_id=2)
 
 
 def tiny_drafter(target: FrozenTarget, seed: int = 1, **changes: Any) -> DSparkDrafter:
@@ -53,6 +55,29 @@ def tiny_drafter(target: FrozenTarget, seed: int = 1, **changes: Any) -> DSparkD
     if drafter.markov_head is not None:  # published heads start near zero: make this one matter
         torch.nn.init.normal_(drafter.markov_head.markov_w1.weight)
         torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
+    return drafter.requires_grad_(False)
+
+
+def recurrent_target(**options: Any) -> dict[str, FrozenTarget]:
+    """The same target once for each autoregressive algorithm: MTP takes the last hidden state."""
+    return {name: tiny_target(layers=layers, **options) for name, layers in (("eagle3", LAYERS), ("mtp", (3,)))}
+
+
+def recurrent_drafter(target: FrozenTarget, algorithm: str, seed: int = 1, **changes: Any) -> Any:
+    """A random autoregressive drafter of the target's width, whose parts all matter."""
+    spec = target.spec
+    values: dict[str, Any] = dict(
+        algorithm=algorithm, hidden_size=spec.hidden_size, intermediate_size=96, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=16, vocab_size=spec.vocab_size, rms_norm_eps=1e-6, rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, block_size=4,
+        sample_from_anchor=True, head="none", markov_rank=0, confidence_head=False, confidence_with_markov=False,
+        mask_token_id=2, feature_layers=target.feature_layers, num_target_layers=spec.num_layers,
+        target_hidden_size=spec.hidden_size, target_model_type="qwen3")
+    shared = SharedWeights(target.embed_weight, target.lm_head_weight, "tiny")
+    torch.manual_seed(seed)
+    drafter = build_drafter(DrafterShape(**values | changes), shared).eval()
+    for parameter in drafter.parameters():
+        parameter.data.mul_(4.0 if parameter.ndim > 1 else 1.0).add_(torch.randn_like(parameter) * 0.05)
     return drafter.requires_grad_(False)
 
 
