@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json, begin, canonical_hash, complete
 from deepspec.calibration import (
-    ConfidenceRecords, RecordsOrigin, auc, balanced_order, brier, fit_temperatures, sigmoid, split_conversations,
+    ConfidenceRecords, RecordsOrigin, auc, brier, fit_temperatures, sigmoid, split_conversations,
     survival_probability,
 )
 from deepspec.calibration.compare import compare_heads
@@ -22,10 +22,10 @@ from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tenso
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
 from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import Config
-from deepspec.data.responses import read_responses
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest, DecodeResult
 from deepspec.errors import InputRefused
+from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.checkpoint import MODEL
 from deepspec.training.session import RunSession, load_run
@@ -36,18 +36,6 @@ RULE = ("the head whose Brier score against the actual outcomes, over the positi
         "conversations, is lower; a tie keeps the jointly trained one")
 _SEED_OFFSET = 7919  # other draws than evaluation's on the same prompts
 _FLOAT16_MAX = 65504.0
-
-
-def held_out_requests(config: Config, limit: Optional[int]) -> list[DecodeRequest]:
-    """First turns of at most ``limit`` held-out prompts, in an order even over domains."""
-    directory = responses_dir(config)
-    rows = {row.id: row for row in read_responses(directory, "held_out")}
-    order = balanced_order(list(rows), [row.domain for row in rows.values()])[:limit]
-    if not order:
-        raise InputRefused(f"{directory} has no held-out responses to decode. Raise data.min_held_out and run "
-                           "data_prep/collect_prompts.py and data_prep/generate_responses.py again.")
-    chosen = [rows[name] for name in order]
-    return [DecodeRequest(id=row.id, prompt_ids=row.turns[0].prompt_ids, domain=row.domain) for row in chosen]
 
 
 def known_positions(known: int, previous_ids: NDArray[np.int64], stop_ids: frozenset[int]) -> int:
@@ -116,7 +104,8 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     sampling = Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET)
     decoder = SpeculativeDecoder(target, drafter, sampling, batch_size=options.batch_size,
                                  max_new_tokens=options.max_new_tokens, mode="fixed", record=True)
-    mine = held_out_requests(config, options.max_prompts)[distributed.rank()::distributed.world_size()]
+    requests = held_out_requests(config, options.max_prompts, target.tokenizer)
+    mine = requests[distributed.rank()::distributed.world_size()]
     parts: list[ConfidenceRecords] = []
     blocks = 0
     for group in _groups(mine, 2 * options.batch_size):

@@ -14,6 +14,8 @@ from deepspec.calibration.methods import apply_map, apply_maps, fit_beta, fit_is
 from deepspec.calibration.metrics import auc
 from deepspec.calibration.thresholds import best_threshold, threshold_sweep
 from deepspec.config.schema import CalibrationConfig, Config
+from deepspec.decoding.cost import CostTable, ProfileCell
+from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning.validate import validate
 
@@ -99,6 +101,17 @@ def test_methods_side_by_side_on_the_same_blocks(calibration, tmp_path):
     logits = np.array([[-1.0, 0.0, 1.0, 2.0]])
     assert np.allclose(loaded.apply(logits), apply_maps(calibration.methods["isotonic"]["parameters"], logits))
     assert not np.allclose(loaded.apply(logits), sigmoid(logits / np.array(loaded.temperatures)))
+
+
+def test_our_scheduler_uses_the_method(calibration):
+    cells = [ProfileCell(r, v, 64, 8, 1.0 + 0.1 * r * v, 1.0 + 0.1 * r * v, 1.0 + 0.1 * r * v, 0.2, 0.5, 0.1)
+             for r in (1, 2) for v in (1, 3, 5)]
+    logits = np.array([[-1.0, 0.0, 1.0, 2.0], [0.3, 0.1, 0.0, 1.0]])
+    found = ThroughputScheduler(CostTable.from_cells(cells), 4, temperatures=calibration).survival(logits, 2)
+    assert np.allclose(found, np.cumprod(calibration.apply(logits), axis=1))
+    plain = ThroughputScheduler(CostTable.from_cells(cells), 4, temperatures=calibration.temperatures).survival(logits, 2)
+    assert np.allclose(plain, np.cumprod(sigmoid(logits / np.array(calibration.temperatures)), axis=1))
+    assert np.abs(found - plain).max() > 0.01
 
 
 def test_method_without_its_maps_is_refused(calibration, tmp_path):

@@ -18,6 +18,7 @@ from deepspec.config.paths import responses_dir
 from deepspec.config.schema import Config
 from deepspec.errors import InputRefused
 from deepspec.stages import calibrate, confidence
+from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.training.session import RunSession
 from tests.unit.decoding.tiny import tiny_drafter, tiny_target
 
@@ -147,9 +148,12 @@ def test_stage_writes_records_summary_and_calibration(stage, config, caplog):
     for head in ("joint", "refit"):
         assert {"auc", "brier", "ece"} <= set(summary[head]) and len(summary[head]["ece"]) == 4
     assert summary["chosen"] == manifest.facts["chosen"] and "Brier" in summary["rule"]
+    assert {"auc", "brier", "ece"} == set(summary["comparison"])
+    assert all(len(entry["difference_ci95"]) == 2 for entry in summary["comparison"].values())
     assert ("head.safetensors" in manifest.files) == (summary["chosen"] == "refit")
     records = ConfidenceRecords.load(run / "confidence" / "records.npz")
     assert records.origin.confidence_head == summary["chosen"] and records.inputs is None
+    assert records.origin.thinking is False and records.origin.verification == "full"
     calibration = Calibration.load(run / "calibration.json", block_size=4, drafter_sha256=SHA)
     parts = summary["blocks_per_split"]
     assert calibration.num_samples == parts["report"] and calibration.fit_split["blocks"] == parts["fit"]
@@ -207,6 +211,35 @@ def test_no_held_out_responses(stage, config):
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:6]))
     with pytest.raises(InputRefused, match="no held-out responses"):
         stage.confidence.held_out_requests(config, 6)
+
+
+def test_more_prompts_than_there_are_answers(config, tmp_path, target_tokenizer, caplog):
+    rows = [{"prompt": "w3 w4 w5", "id": "a", "domain": "math"}, {"turns": ["w7", "w8"]},
+            {"prompt": "w9", "id": "t", "split": "train"}, {"prompt": "w3 w4", "id": "seen"},
+            {"prompt": "w1 " * 40, "id": "long"}]
+    config.confidence.prompts, config.data.max_length = str(tmp_path / "p.jsonl"), 30
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    directory = responses_dir(config)
+    directory.mkdir(parents=True, exist_ok=True)  # another maximum length is another data set
+    turn = {"prompt_ids": [3, 4], "response_ids": [4, 1], "finish_reason": "stop"}
+    with open(directory / "responses.jsonl", "a", encoding="utf-8") as handle:
+        handle.write(json.dumps({"id": "own", "domain": "math", "turns": [turn], "split": "train"}) + "\n")
+    with caplog.at_level("INFO"):
+        found = {one.id: one for one in held_out_requests(config, None, target_tokenizer)}
+    assert set(found) == {"a", "row-2"} and found["a"].domain == "math" and found["a"].prompt_ids == (3, 4, 5)
+    assert found["row-2"].prompt_ids == (7,) and "2 of the training split, 1 longer" in caplog.text
+    (tmp_path / "p.jsonl").write_text('{"text": 3}\n')
+    with pytest.raises(InputRefused, match="p.jsonl:1: not a prompt"):
+        held_out_requests(config, None, target_tokenizer)
+
+
+@pytest.fixture
+def target_tokenizer():
+    """Token ids are the numbers in the text."""
+    def template(messages, **options):
+        return [int(word[1:]) for message in messages for word in message["content"].split()]
+
+    return types.SimpleNamespace(chat_template="any", apply_chat_template=template)
 
 
 def test_calibrate_refuses_records_of_another_temperature(stage, config):
