@@ -103,6 +103,8 @@ class Chains:
 class AutoregressiveDrafter(Drafter):
     """A recurrent layer between the target's states and its LM head; subclasses are the algorithms."""
 
+    sequential = markov_head = confidence_head = None  # its own hidden states already know the tokens before
+
     def __init__(self, shape: DrafterShape, shared: Any, *, confidence_detach: bool = False, **options: Any) -> None:
         """``confidence_detach`` is taken, like every drafter's options, and has nothing to detach."""
         super().__init__(shape, shared, **options)
