@@ -104,13 +104,14 @@ def test_methods_side_by_side_on_the_same_blocks(calibration, tmp_path):
 
 
 def test_our_scheduler_uses_the_method(calibration):
-    cells = [ProfileCell(r, v, 64, 8, 1.0 + 0.1 * r * v, 1.0 + 0.1 * r * v, 1.0 + 0.1 * r * v, 0.2, 0.5, 0.1)
-             for r in (1, 2) for v in (1, 3, 5)]
+    cells = [ProfileCell(r, v, 64, 8, t, t, t, 0.2, t - 0.3, 0.1)
+             for r in (1, 2) for v in (1, 3, 5) for t in [1.0 + 0.1 * r * v]]
     logits = np.array([[-1.0, 0.0, 1.0, 2.0], [0.3, 0.1, 0.0, 1.0]])
     found = ThroughputScheduler(CostTable.from_cells(cells), 4, temperatures=calibration).survival(logits, 2)
     assert np.allclose(found, np.cumprod(calibration.apply(logits), axis=1))
-    plain = ThroughputScheduler(CostTable.from_cells(cells), 4, temperatures=calibration.temperatures).survival(logits, 2)
-    assert np.allclose(plain, np.cumprod(sigmoid(logits / np.array(calibration.temperatures)), axis=1))
+    temperatures = calibration.temperatures
+    plain = ThroughputScheduler(CostTable.from_cells(cells), 4, temperatures=temperatures).survival(logits, 2)
+    assert np.allclose(plain, np.cumprod(sigmoid(logits / np.array(temperatures)), axis=1))
     assert np.abs(found - plain).max() > 0.01
 
 
