@@ -110,9 +110,12 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
             gathered = distributed.gather_objects((counts, run.speed))
             parts: list[Any] = [(counts, run.speed)] if gathered is None else gathered
             merged = AcceptanceCounts.concatenate(part[0] for part in parts)
-            if mode != "none":
+            if mode == "fixed":
                 require_proposals(merged, f"evaluation of {label}{benchmark.name} ({mode}, T={where.temperature:g})")
-            elif answers is not None:
+            elif mode in SCHEDULED and not merged.proposed.sum():
+                log.info("%s%s, %s, T=%g: the schedule never drafted, plain decoding is faster here", label,
+                         benchmark.name, mode, where.temperature)
+            elif mode == "none" and answers is not None:
                 answers[benchmark.name] = benchmark.domain, run.answers
             settings[mode].add(benchmark.name, benchmark.domain, merged, Speed.together([part[1] for part in parts]))
     return settings
