@@ -7,11 +7,12 @@ from deepspec.report.compare import comparison, pooled_length
 from deepspec.report.inputs import RunFiles, interval, main_setting, speeds
 from deepspec.report.learning import learning
 from deepspec.report.page import Section, facts, page
+from deepspec.report.serving import serving
 from deepspec.report.svg import number
 
 _SECTIONS = (
     quality.acceptance, quality.by_position, running.speed, confidence.reliability, confidence.thresholds,
-    running.training, learning, running.profile, running.stages, running.configuration, running.environment,
+    running.training, learning, running.profile, serving, running.stages, running.configuration, running.environment,
 )
 
 
@@ -49,4 +50,4 @@ def build_report(files: RunFiles, others: Sequence[RunFiles] = ()) -> str:
     kind = f"A {algorithm} draft model for {target}: it proposes tokens,"
     return page(f"Draft model report: {files.name}", " ".join(kind.split()) + " the target verifies them.",
                 _headline(files), sections,
-                "Acceptance lengths include the bonus token. This page needs no network and no script.")
+                "Acceptance lengths include the bonus token. This page needs no network.")

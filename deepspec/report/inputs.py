@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from deepspec.calibration import Calibration, ConfidenceRecords
+from deepspec.decoding.modes import MODES
 from deepspec.errors import InputRefused
 from deepspec.evaluation.values import SettingValues, load_values
 
-MODES = ("none", "fixed", "scheduled")
 COMMANDS = {
     "train": "deepspeed launch/train_drafter.py", "confidence": "python launch/fit_confidence.py",
     "calibrate": "python launch/calibrate.py", "profile": "python launch/profile_throughput.py",
-    "evaluate": "python launch/evaluate_drafter.py", "export": "python launch/export_drafter.py",
+    "evaluate": "python launch/evaluate_drafter.py", "simulate": "python launch/simulate_serving.py",
+    "export": "python launch/export_drafter.py",
     "report": "python launch/report.py",
 }
 
@@ -34,6 +35,7 @@ class RunFiles:
     cells: tuple[dict[str, Any], ...]
     evaluation: dict[str, Any]
     problems: tuple[str, ...]  # files that are there and cannot be read
+    simulation: dict[str, Any] = field(default_factory=dict)
     validations: tuple[dict[str, Any], ...] = ()
     values: dict[str, SettingValues] = field(default_factory=dict)  # by setting, per prompt and anchor
 
@@ -110,7 +112,7 @@ def read_run_files(directory: Path) -> RunFiles:
         records=_read(directory / "confidence" / "records.npz", ConfidenceRecords.load, None, problems),
         profile=objects("profile/sps.json"), cells=rows("profile/records.jsonl"), evaluation=objects("evaluation.json"),
         validations=rows("validation.jsonl"), values=_values(directory, problems),
-        problems=tuple(problems),
+        problems=tuple(problems), simulation=objects("simulation.json"),
     )
 
 
@@ -199,6 +201,7 @@ class Speed:
     none: Optional[float]
     fixed: Optional[float]
     scheduled: Optional[float]
+    asynchronous: Optional[float] = None
 
     @property
     def label(self) -> str:
@@ -219,4 +222,5 @@ def speeds(evaluation: dict[str, Any]) -> list[Speed]:
         if one.decoding != "none" and alone is not None:
             group.setdefault("target_only", alone)
     return [Speed(temperature, batch, values.get("none", values.get("target_only")), values.get("fixed"),
-                  values.get("scheduled")) for (temperature, batch), values in groups.items()]
+                  values.get("scheduled"), values.get("asynchronous"))
+            for (temperature, batch), values in groups.items()]

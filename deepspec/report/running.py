@@ -69,13 +69,15 @@ def speed(files: RunFiles) -> Section:
     if not found:
         return Section("speed", "Speed", lead, missing("No decoding speed was measured yet.",
                                                        files.command("evaluate")))
-    chart = row_chart([Row(one.label, [getattr(one, mode) for mode in MODES]) for one in found], MODES, bars=True,
+    modes = [mode for mode in MODES if any(getattr(one, mode) for one in found)]
+    chart = row_chart([Row(one.label, [getattr(one, mode) for mode in modes]) for one in found], modes, bars=True,
                       x_label="tokens per second", description="Tokens per second without and with drafting")
     rows = []
     for one in found:
-        ratios = [value / one.none if value and one.none else None for value in (one.fixed, one.scheduled)]
-        rows.append([one.label, one.none, one.fixed, one.scheduled, *ratios])
-    header = ["setting", "none", "fixed", "scheduled", "fixed / none", "scheduled / none"]
+        speeds_of = [getattr(one, mode) for mode in modes]
+        rows.append([one.label, *speeds_of, *(value / one.none if value and one.none else None
+                                              for mode, value in zip(modes, speeds_of) if mode != "none")])
+    header = ["setting", *modes, *(f"{mode} / none" for mode in modes if mode != "none")]
     return Section("speed", "Speed", lead, figure(chart, "Generated tokens per second of the whole evaluation.")
                    + table(header, rows, "Ratios above 1 are a gain.") + notes)
 

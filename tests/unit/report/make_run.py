@@ -76,6 +76,25 @@ def _profile(directory: Path) -> None:
         "fit": {"bias_ms": 18.0, "max_rel_residual": 0.02}}))
 
 
+def simulation() -> dict[str, Any]:
+    """simulation.json of one drafter at three loads and one arrival rate."""
+    points = []
+    for users in (1, 8, 32):
+        for policy, gain in (("none", 1.0), ("fixed", 1.3 - 0.02 * users), ("scheduled", 1.4 - 0.01 * users)):
+            points.append({
+                "drafter": "" if policy == "none" else "tiny", "policy": policy, "concurrency": users,
+                "arrival_rate": None, "tokens_per_second": 40 * gain * users ** 0.7,
+                "tokens_per_second_per_user": 40 * gain * users ** -0.3, "extrapolated": users > 8,
+                "verify_budget": 1.0 if policy == "none" else 5.0 - 0.1 * users})
+    points.append(points[-1] | {"concurrency": None, "arrival_rate": 2.0})
+    advice = [{"concurrency": 8, "layers": 2, "settings": {"run": "tiny", "mode": "scheduled"},
+               "reason": "tiny, scheduled gives most <b>tokens</b>"}]
+    drafters = [{"name": "tiny", "algorithm": "dspark", "layers": 2, "draft_length": LENGTH, "acceptance_length": 2.5,
+                 "blocks": 3000}]
+    return {"schema_version": 1, "points": points, "recommendations": advice, "drafters": drafters,
+            "hardware": "2 CPU cores"}
+
+
 def make_run(directory: Path, name: str = "tiny", base: float = 0.85, steps: int = 120) -> Path:
     """Everything there is."""
     (directory / "confidence").mkdir(parents=True)
@@ -87,6 +106,7 @@ def make_run(directory: Path, name: str = "tiny", base: float = 0.85, steps: int
     (directory / "confidence" / "summary.json").write_text(json.dumps(
         {"chosen": "refit", "rule": "lower Brier score", "joint": columns, "refit": columns}))
     _profile(directory / "profile")
+    (directory / "simulation.json").write_text(json.dumps(simulation()))
     settings = {
         "t1_fixed_b1": setting("fixed", base, 55.0, 1), "t1_scheduled_b1": setting("scheduled", base, 58.0, 1),
         "t1_none_b8": setting("none", base, 120.0), "t1_fixed_b8": setting("fixed", base, 90.0),
