@@ -3,8 +3,8 @@
 from typing import Callable
 
 from deepspec.config.schema import DrafterConfig, TargetConfig, drafter_layers, is_autoregressive
-from deepspec.drafters.compiling import compile_layers
 from deepspec.drafters.base import Drafter
+from deepspec.drafters.compiling import compile_layers
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.eagle3 import Eagle3Drafter
 from deepspec.drafters.mtp import MtpDrafter

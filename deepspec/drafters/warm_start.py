@@ -6,6 +6,8 @@ from typing import Optional, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepspec.drafters.autoregressive import AutoregressiveDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark import DSparkDrafter
 
 logger = logging.getLogger(__name__)
@@ -25,13 +27,54 @@ def _copy_layer(layer: nn.Module, source: nn.Module) -> tuple[int, list[str]]:
 
 
 @torch.no_grad()
-def warm_start(drafter: DSparkDrafter, target_layers: Sequence[nn.Module], final_norm: Optional[Tensor] = None) -> int:
-    """Copy the target's last layers, make W_c select the last feature layer, and take the target's final norm [D].
+def warm_start(drafter: Drafter, target_layers: Sequence[nn.Module], final_norm: Optional[Tensor] = None) -> int:
+    """Copy the target's last layers, make the projection of the features select the last of them, and take the target's
+    final norm [D].
 
     Tensors whose name or shape the target lacks keep their initial value (head norms of a target without them stay 1).
-    The context skips the layers' input norms, so ``hidden_norm`` starts as their mean. Call before the engine is made:
-    partitioned parameters have nothing to copy into. Returns the number of layer tensors copied.
+    Call before the engine is made: partitioned parameters have nothing to copy into. Returns the number of layer
+    tensors copied.
     """
+    if isinstance(drafter, AutoregressiveDrafter):
+        return _recurrent(drafter, target_layers[-1], final_norm)
+    assert isinstance(drafter, DSparkDrafter)
+    return _blocks(drafter, target_layers, final_norm)
+
+
+def _recurrent(drafter: AutoregressiveDrafter, source: nn.Module, final_norm: Optional[Tensor]) -> int:
+    """The one layer from the target's last; where a matrix also reads the embedding, that half keeps its values."""
+    count, kept = _copy_layer(drafter.layer, source)
+    own, theirs = dict(drafter.named_parameters()), dict(source.named_parameters())
+    width = drafter.shape.hidden_size
+    if drafter.shape.algorithm == "mtp":
+        prefix = "model.mtp_layers.0."
+        own[f"{prefix}input_proj.weight"][:, :width] = _identity(own[f"{prefix}input_proj.weight"], width)
+        norm = own[f"{prefix}final_layernorm.weight"]
+    else:
+        for name in ("q", "k", "v"):
+            wide, narrow = own[f"layers.0.self_attn.{name}_proj.weight"], theirs.get(f"self_attn.{name}_proj.weight")
+            if narrow is not None and narrow.shape == (len(wide), width):
+                wide[:, width:] = narrow.to(wide)
+                count += 1
+        if "input_layernorm.weight" in theirs:
+            own["layers.0.hidden_norm.weight"].copy_(theirs["input_layernorm.weight"])
+        if drafter.shape.target_hidden_size == width:
+            own["fc.weight"].zero_()
+            own["fc.weight"][:, -width:] = _identity(own["fc.weight"], width)
+        norm = own["norm.weight"]
+    if final_norm is not None and final_norm.shape == norm.shape:
+        norm.copy_(final_norm)
+    if kept:
+        logger.info("warm start: the layer keeps its initial %s", ", ".join(kept))
+    return count
+
+
+def _identity(like: Tensor, width: int) -> Tensor:
+    return torch.eye(width, dtype=like.dtype, device=like.device)
+
+
+def _blocks(drafter: DSparkDrafter, target_layers: Sequence[nn.Module], final_norm: Optional[Tensor]) -> int:
+    """The context skips the layers' input norms, so ``hidden_norm`` starts as their mean."""
     count = 0
     sources = list(target_layers)[-len(drafter.layers):]
     for index, (layer, source) in enumerate(zip(list(drafter.layers)[-len(sources):], sources, strict=True)):
@@ -42,7 +85,7 @@ def warm_start(drafter: DSparkDrafter, target_layers: Sequence[nn.Module], final
     width = drafter.shape.hidden_size
     if drafter.shape.target_hidden_size == width:
         drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -width:] = torch.eye(width, dtype=drafter.fc.weight.dtype, device=drafter.fc.weight.device)
+        drafter.fc.weight[:, -width:] = _identity(drafter.fc.weight, width)
     norms = torch.stack([layer.input_layernorm.weight for layer in drafter.layers])
     drafter.hidden_norm.weight.copy_(norms.float().mean(dim=0))
     if final_norm is not None and final_norm.shape == drafter.norm.weight.shape:

@@ -10,7 +10,7 @@ import torch
 from deepspec import distributed
 from deepspec.config.paths import model_cache, run_dir
 from deepspec.config.schema import Config
-from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.drafters.warm_start import warm_start
@@ -95,7 +95,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     return result
 
 
-def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: Target) -> DSparkDrafter:
+def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: Target) -> Drafter:
     """A drafter initialised from the seed, the target's last layers, or an exported drafter."""
     torch.manual_seed(config.run.seed)
     drafter = build_drafter(shape, shared, confidence_detach=config.objective.confidence_detach,
@@ -127,5 +127,5 @@ def _tracking_id(config: Config) -> Optional[str]:
     return checkpoint.read_state(found).tracking_id if found is not None else None
 
 
-def _millions(drafter: DSparkDrafter) -> float:
+def _millions(drafter: Drafter) -> float:
     return sum(parameter.numel() for parameter in drafter.parameters()) / 1e6

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepspec.artifacts import read_manifest, sha256_file
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.config import shape_from_config
-from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
@@ -214,7 +214,7 @@ def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
     _copy(drafter, _load(path), path)
 
 
-def load_exported(drafter: DSparkDrafter, folder: Path) -> None:
+def load_exported(drafter: Drafter, folder: Path) -> None:
     """Copy the weights of a drafter in any of the four layouts; its embedding and LM head, if stored, are the target's.
 
     Raises InputRefused when it is absent, of another shape, or made for other feature layers, mask token or slots.
@@ -246,7 +246,7 @@ def weights_file(checkpoint_dir: Path, weights: str = TRAINED) -> Path:
     return path
 
 
-def load_drafter(checkpoint_dir: Path, shared: SharedWeights, weights: str = TRAINED) -> DSparkDrafter:
+def load_drafter(checkpoint_dir: Path, shared: SharedWeights, weights: str = TRAINED) -> Drafter:
     """The trained (or averaged) drafter in eval mode, fp32, on the device of the target's weights."""
     drafter = build_drafter(read_shape(checkpoint_dir), shared)
     path = weights_file(checkpoint_dir, weights)

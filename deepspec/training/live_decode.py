@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deepspec import distributed
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest, DecodeResult
-from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.evaluation.metrics import AcceptanceCounts
@@ -42,7 +42,7 @@ class LiveDecoder:
     every: int  # optimizer steps
     max_new_tokens: int
     seed: int
-    _drafter: Optional[DSparkDrafter] = None
+    _drafter: Optional[Drafter] = None
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is one after which to decode."""
@@ -61,7 +61,7 @@ class LiveDecoder:
                     ", ".join(f"{name} {_shown(part['acceptance_length'])}" for name, part in row["domains"].items()))
         return row
 
-    def _current(self, engine: Any) -> DSparkDrafter:
+    def _current(self, engine: Any) -> Drafter:
         """A plain drafter with the engine's weights, in the dtype that evaluation and serving use."""
         if self._drafter is None:
             with torch.random.fork_rng(devices=[]):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from deepspec.config.schema import ObjectiveConfig
 from deepspec.data.batch import TrainingBatch
-from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.types import SharedWeights
 from deepspec.objective import Denominators, drafter_loss
 
@@ -14,7 +14,7 @@ from deepspec.objective import Denominators, drafter_loss
 class TrainingModule(nn.Module):
     """Drafter and objective in one forward. The target's weights are plain tensors here: never trained or saved."""
 
-    def __init__(self, drafter: DSparkDrafter, objective: ObjectiveConfig,
+    def __init__(self, drafter: Drafter, objective: ObjectiveConfig,
                  shared: Optional[SharedWeights] = None) -> None:
         super().__init__()
         self.drafter = drafter

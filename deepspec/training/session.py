@@ -10,7 +10,7 @@ import torch
 from deepspec import distributed
 from deepspec.config.paths import model_cache, run_dir
 from deepspec.config.schema import Config
-from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.registry import shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.errors import InputRefused
@@ -30,7 +30,7 @@ class RunSession:
     """Target and drafter of one run, both frozen and in eval mode on the same device."""
 
     target: FrozenTarget
-    drafter: DSparkDrafter
+    drafter: Drafter
     checkpoint: Path
     shared: SharedWeights
     drafter_sha256: str

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from deepspec import distributed
 from deepspec.config.schema import Config
 from deepspec.data.order import steps_per_epoch, windows
-from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.base import Drafter
 from deepspec.errors import UserError
 from deepspec.tracking import Tracker
 from deepspec.training import checkpoint, saving, state
@@ -52,7 +52,7 @@ class DrafterTrainer:
     every ``decode_every`` steps and at the end; it returns the acceptance length that ``keep_best`` goes by, or None.
     """
 
-    def __init__(self, drafter: DSparkDrafter, packer: Packer, config: Config, *, identity: Mapping[str, Any],
+    def __init__(self, drafter: Drafter, packer: Packer, config: Config, *, identity: Mapping[str, Any],
                  tracker: Optional[Tracker] = None,
                  validate: Optional[Callable[..., Optional[float]]] = None) -> None:
         self.config, self.packer, self.identity = config, packer, dict(identity)
