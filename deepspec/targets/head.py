@@ -7,6 +7,7 @@ D width, V rows of the embedding, T tokens.
 import hashlib
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Iterable, Optional, Sequence
@@ -87,16 +88,22 @@ class TargetHead:
         tied = self._skeleton.config.get_text_config().tie_word_embeddings
         if tied:
             output = self._name_of(self._skeleton.get_output_embeddings())
-            names[f"{output}.weight"] = self._files.find(f"{self._name_of(self._skeleton.get_input_embeddings())}.weight")
+            embedding = self._name_of(self._skeleton.get_input_embeddings())
+            names[f"{output}.weight"] = self._files.find(f"{embedding}.weight")
         plain = all(name is not None and self._files.is_float(name) for name in names.values())
         total = hashlib.sha256(hash_config(self._skeleton.config))
-        if plain:
-            for name, meta in state:
-                total.update(hash_tensor(name, self._files.read(str(names[name])).to(meta.dtype)))
-        else:
+        if not plain:
             log.info("%s: fingerprint of the files, whose tensors are not those of the loaded model", self.name)
-            for name in sorted(self._files.names):
-                total.update(hash_tensor(name, self._files.read(name)))
+
+        def digest(name: str) -> bytes:
+            if not plain:
+                return hash_tensor(name, self._files.read(name))
+            return hash_tensor(name, self._files.read(str(names[name])).to(dtypes[name]))
+
+        dtypes = {name: meta.dtype for name, meta in state}
+        with ThreadPoolExecutor(4) as pool:  # hashlib releases the interpreter lock; four tensors are in memory
+            for part in pool.map(digest, dtypes if plain else sorted(self._files.names)):
+                total.update(part)
         return total.hexdigest()
 
 

@@ -9,7 +9,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,10 +25,13 @@ class FileProblem(Exception):
     """The file did not come, is not whole, or is not what was asked for."""
 
 
-def take(path: Path, seconds: float) -> dict[str, Tensor]:
-    """The tensors of ``path``, waiting at most ``seconds`` for them; file and lock are deleted, whatever happens."""
+def take(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> dict[str, Tensor]:
+    """The tensors of ``path``, waiting at most ``seconds`` for them; file and lock are deleted, whatever happens.
+
+    Gives up early once ``stopped`` says so. Raises FileProblem.
+    """
     try:
-        _wait(path, time.monotonic() + seconds)
+        _wait(path, time.monotonic() + seconds, stopped)
         with safe_open(path, framework="pt") as handle:
             missing = [name for name in KEYS if name not in handle.keys()]
             if missing:
@@ -40,9 +43,9 @@ def take(path: Path, seconds: float) -> dict[str, Tensor]:
         remove(path)
 
 
-def _wait(path: Path, deadline: float) -> None:
+def _wait(path: Path, deadline: float, stopped: Callable[[], bool]) -> None:
     while not _unlocked(path) or (problem := _unfinished(path)) is not None:
-        if time.monotonic() > deadline:
+        if stopped() or time.monotonic() > deadline:
             if not path.exists():
                 raise FileProblem(f"{path} did not appear: is the server's folder (shared_storage_path) mounted here? "
                                   "If it is elsewhere on this machine, give that folder as features.server.files")

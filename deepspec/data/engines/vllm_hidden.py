@@ -42,6 +42,7 @@ class VllmHidden:
         self._proved: set[str] = set()  # servers whose first reply was right
         self._swept: set[Path] = set()
         self._started = time.time()
+        self._closed = False
 
     async def connect(self) -> dict[str, Any]:
         model = await self._client.connect()
@@ -53,6 +54,7 @@ class VllmHidden:
                 "model_root": roots[0] if roots else None}
 
     async def close(self) -> None:
+        self._closed = True
         await self._client.__aexit__(None, None, None)
 
     @property
@@ -86,7 +88,7 @@ class VllmHidden:
                                 "started to hand out hidden states")
         path = self._here(named)
         try:
-            tensors = await asyncio.to_thread(take, path, seconds)
+            tensors = await asyncio.to_thread(take, path, seconds, lambda: self._closed)
         except FileProblem as problem:
             if server.url in self._proved:
                 raise TryAgain(f"{server.url}: {problem}") from None
