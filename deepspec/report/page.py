@@ -1,9 +1,11 @@
-"""The HTML page around the sections: one file, no network, no script, readable on a phone, light and dark."""
+"""The HTML page around the sections: one file, no network, readable on a phone, light and dark."""
 
+import math
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Optional, Sequence
 
+from deepspec.report.sorting import SCRIPT, content_policy
 from deepspec.report.svg import number
 
 _STYLE = """
@@ -31,6 +33,8 @@ svg .axis { stroke: var(--soft); } svg .ideal { stroke: var(--soft); stroke-dash
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.92rem; margin: 0.6rem 0; }
 th, td { padding: 0.25rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th:first-child, td:first-child, td.text, caption { text-align: left; } caption { color: var(--soft); }
+thead th { cursor: pointer; } thead th[aria-sort]::after { content: " \\25BE"; }
+thead th[aria-sort=ascending]::after { content: " \\25B4"; }
 .missing { border-left: 4px solid var(--s4); background: var(--card); padding: 0.6rem 0.9rem; }
 code, pre { font: 0.9em ui-monospace, monospace; } pre { overflow-x: auto; background: var(--card); padding: 0.8rem; }
 """
@@ -66,11 +70,12 @@ def _cell(value: Any) -> str:
         text = "\N{EN DASH}" if value is None else str(value)
         kind = ' class="text"' if isinstance(value, str) and not value[:1].isdigit() else ""
         return f"<td{kind}>{escape(text)}</td>"
-    return f"<td>{f'{value:,}' if isinstance(value, int) else number(value)}</td>"
+    exact = f' data-value="{value!r}"' if math.isfinite(value) else ""
+    return f"<td{exact}>{f'{value:,}' if isinstance(value, int) else number(value)}</td>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """A table that scrolls on a narrow screen; numbers are rounded, None is a dash, text is escaped."""
+    """A table that scrolls on a narrow screen and sorts by any column; numbers are rounded, None is a dash, text is escaped."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -91,8 +96,9 @@ def page(title: str, subtitle: str, headline: str, sections: Sequence[Section], 
                    f"{one.body}</section>" for one in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy()}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><header><h1>{escape(title)}</h1>"
         f'<p class="soft">{escape(subtitle)}</p></header><main>{headline}<nav aria-label="Sections"><ul>{links}</ul>'
-        f'</nav>{body}</main><footer><p class="soft">{escape(footer or "")}</p></footer></body></html>\n'
+        f'</nav>{body}</main><footer><p class="soft">{escape(footer or "")}</p></footer><script>{SCRIPT}</script></body></html>\n'
     )

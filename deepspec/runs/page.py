@@ -15,7 +15,7 @@ def sweep_page(name: str, objective: str, jobs: Sequence[JobStatus], runs: Seque
     """HTML of a sweep called ``name``; ``jobs`` the best first, ``runs`` the files of those that are complete."""
     sections = [_jobs(objective, jobs), *([comparison(runs)] if len(runs) > 1 else [])]
     return page(f"Sweep {name}", f"{len(jobs)} jobs compared by {objective.replace('_', ' ')}.", "", sections,
-                "Acceptance lengths include the bonus token. This page needs no network and no script.")
+                "Acceptance lengths include the bonus token. This page needs no network.")
 
 
 def _jobs(objective: str, jobs: Sequence[JobStatus]) -> Section:
