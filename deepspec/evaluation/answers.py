@@ -14,6 +14,8 @@ from torch.nn import functional
 from deepspec.data.batch import FeatureSample, Sample, TrainingBatch
 from deepspec.data.collate import collate
 from deepspec.data.sources import encode_samples, token_batches
+from deepspec.decoding.decoder import SpeculativeDecoder
+from deepspec.decoding.types import DecodeRequest
 from deepspec.drafters.precision import exact
 from deepspec.drafters.types import DrafterOutput
 from deepspec.evaluation.analytic import (
@@ -31,6 +33,7 @@ class Answer:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     ended: bool  # the last token is an end-of-turn token, not the last one of the budget
+    extra: int = 0  # tokens at the end beyond the budget, which rounds within it may look at
 
     @property
     def sample(self) -> Sample:
@@ -122,17 +125,36 @@ def round_starts(next_start: Floats) -> Floats:
     return starts[:count]
 
 
-def _weighted(values: AnchorValues, kept: Floats, ended: bool) -> AnchorValues:
+def continued(target: Any, answers: Sequence[Answer], sampling: Sampling, *, length: int,
+              batch_size: int) -> list[Answer]:
+    """``answers`` with those that were cut continued by ``length`` - 1 tokens, K for ``length``.
+
+    Decoding counts rounds that begin before the budget ends in full. What they look at is what the target would have
+    said next: random numbers belong to (seed, id, position), so these are the tokens of a larger budget.
+    """
+    cut = [item for item in answers if not item.ended] if length > 1 else []
+    requests = [DecodeRequest(item.id, item.prompt_ids + item.token_ids, item.domain) for item in cut]
+    decoder = SpeculativeDecoder(target, None, sampling, batch_size=batch_size, max_new_tokens=max(1, length - 1),
+                                 mode="none")
+    more = {item.id: item for item in decoder.decode(requests)}
+    return [item if item.id not in more else replace(
+        item, token_ids=item.token_ids + more[item.id].token_ids, extra=len(more[item.id].token_ids),
+        ended=more[item.id].finish_reason == "stop") for item in answers]
+
+
+def _weighted(values: AnchorValues, kept: Floats, answer: Answer) -> AnchorValues:
     """``values`` of all anchors of one answer with the number of rounds that begin at each.
 
-    With an answer that was cut, rounds that could look past the cut are left out, and so is where they would lead.
+    No round begins at the last token of the budget. Where an answer is cut, rounds that could look past the cut are
+    left out.
     """
     length = values.rate.shape[1]
     through = np.cumprod(np.concatenate([np.ones((len(kept), 1)), kept], axis=1), axis=1)  # [n, K + 1] accepted >= k
     exactly = through.copy()
     exactly[:, :-1] -= through[:, 1:]
     weight = round_starts(exactly)
-    if not ended:
+    weight[max(0, len(answer.token_ids) - answer.extra - 1):] = 0.0
+    if not answer.ended:
         weight[max(0, len(kept) - length + 1):] = 0.0
     return replace(values, weight=weight)
 
@@ -156,5 +178,5 @@ def answer_values(target: Any, drafter: Any, answers: Sequence[Answer], sampling
                                         teacher_forced=False)
         for item in texts:
             own = values.sample == item.id
-            parts.append(_weighted(values.select(own), survives[own], item.ended))
+            parts.append(_weighted(values.select(own), survives[own], item))
     return AnchorValues.concatenate(parts)

@@ -7,7 +7,7 @@ from deepspec.artifacts import canonical_hash
 from deepspec.data.batch import Sample
 from deepspec.data.sources import encode_samples
 from deepspec.evaluation.analytic import AnchorValues
-from deepspec.evaluation.answers import Answer, answer_values, teacher_forced_values
+from deepspec.evaluation.answers import Answer, answer_values, continued, teacher_forced_values
 from deepspec.evaluation.drafted import anchors_per_sample, drafted_values
 from deepspec.evaluation.summary import Setting, Speed
 from deepspec.targets.sampling import Sampling
@@ -36,7 +36,8 @@ def along_answers(target: Any, drafter: Any, answers: dict[str, tuple[str, list[
                   sampling: Sampling, *, progress: Optional[Callable[[int], Any]] = None) -> Setting:
     """Expected rounds of decoding along ``answers`` of this rank (benchmark: domain, answers). Collective."""
     parts: Parts = {}
-    for name, (domain, own) in answers.items():
+    for name, (domain, cut) in answers.items():
+        own = continued(target, cut, sampling, length=drafter.shape.draft_length, batch_size=setting.batch_size)
         values = answer_values(target, drafter, own, sampling)
         parts[name] = domain, values, [canonical_hash([item.id, item.prompt_ids, item.token_ids]) for item in own]
         if progress is not None:

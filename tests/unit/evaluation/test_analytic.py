@@ -16,7 +16,7 @@ from deepspec.decoding.types import DecodeRequest
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import SharedWeights
 from deepspec.evaluation.analytic import AnchorValues, survival
-from deepspec.evaluation.answers import Answer, answer_values, round_starts, teacher_forced_values
+from deepspec.evaluation.answers import Answer, answer_values, continued, round_starts, teacher_forced_values
 from deepspec.evaluation.bootstrap import acceptance_length_interval
 from deepspec.evaluation.drafted import anchors_per_sample, drafted_values, fixed_anchors
 from deepspec.evaluation.metrics import AcceptanceCounts, acceptance_length, conditional_acceptance
@@ -144,14 +144,15 @@ def test_agrees_with_sampled_decoding_within_its_interval(algorithm: str) -> Non
     drafter = drafter_of(target, algorithm)
     sampled = AcceptanceCounts.of([item for _, item in decoded(target, drafter, "fixed", Sampling(), 240, 40)], 4)
     interval = acceptance_length_interval(sampled, 1000)
-    texts = answers_of(decoded(target, drafter, "none", Sampling(), 240, 44))
+    texts = continued(target, answers_of(decoded(target, drafter, "none", Sampling(), 240, 40)), Sampling(),
+                      length=4, batch_size=128)
     values = answer_values(target, drafter, texts, Sampling())
     expected = values.counts()
     assert interval is not None and interval[0] < acceptance_length(expected) < interval[1]
     for found, wanted, count in zip(conditional_acceptance(expected), conditional_acceptance(sampled),
                                     sampled.reached.sum(axis=0)):
         assert abs(found - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5 + 0.01
-    assert expected.rounds.sum() == pytest.approx(sampled.rounds.sum(), rel=0.1)
+    assert expected.rounds.sum() == pytest.approx(sampled.rounds.sum(), rel=0.03)
     assert float(expected.accepted.sum()) == pytest.approx(float(expected.survived.sum()))
 
 
@@ -159,14 +160,24 @@ def test_greedy_rounds_are_those_of_decoding() -> None:
     target = tiny_target(vocab=24, padded=32, eos=EOS)
     drafter = tiny_drafter(target, block_size=4)
     greedy = Sampling(temperature=0.0)
-    answers = answers_of([pair for pair in decoded(target, drafter, "none", greedy, 6, 60)])
-    rounds = AcceptanceCounts.of([item for _, item in decoded(target, drafter, "fixed", greedy, 6, 56)], 4)
-    ended = [item.ended for item in answers]
+    answers = answers_of(decoded(target, drafter, "none", greedy, 6, 30))
+    rounds = AcceptanceCounts.of([item for _, item in decoded(target, drafter, "fixed", greedy, 6, 30)], 4)
+    answers = continued(target, answers, greedy, length=4, batch_size=4)
+    assert {item.extra for item in answers if not item.ended} == {3}
     expected = answer_values(target, drafter, answers, greedy).counts()
-    for row in np.flatnonzero(ended):
-        assert expected.rounds[row] == rounds.rounds[row] and expected.accepted[row] == rounds.accepted[row]
-        assert expected.bonus[row] == rounds.bonus[row]
-    assert acceptance_length(expected) == pytest.approx(acceptance_length(rounds), abs=0.1)
+    assert expected.prompts.tolist() == rounds.prompts.tolist()
+    for name in ("rounds", "drafted", "accepted", "bonus"):
+        assert getattr(expected, name).tolist() == getattr(rounds, name).tolist(), name
+    assert expected.survived.tolist() == rounds.survived.tolist()
+
+
+def test_cut_answers_go_on_as_a_larger_budget_would() -> None:
+    target = tiny_target(vocab=24, padded=32, eos=EOS, scale=5.0)
+    short, long = (answers_of(decoded(target, None, "none", Sampling(seed=4), 20, tokens)) for tokens in (10, 13))
+    found = continued(target, short, Sampling(seed=4), length=4, batch_size=3)
+    assert [item.token_ids for item in found] == [item.token_ids for item in long]
+    assert [item.ended for item in found] == [item.ended for item in long]
+    assert {item.extra for item in found if len(item.token_ids) > 10} <= {1, 2, 3}
 
 
 def test_teacher_forced_is_what_training_logs(models: tuple[Any, Any]) -> None:

@@ -186,7 +186,7 @@ def test_computed_settings(subject: Subject, tmp_path: Path) -> None:
     assert anchors >= 50 and anchors == sum(values["rounds"] for values in drafted["benchmarks"].values())
     # Rounds of decoding skip the tokens that they accept; anchors of answers are all tokens.
     talk = settings["t1-analytic"]["benchmarks"]["talk"]
-    assert talk["rounds"] < talk["anchors"] <= 8 * (24 - 4) and talk["num_prompts"] == 4
+    assert talk["rounds"] < talk["anchors"] <= 8 * (24 - 1) and talk["num_prompts"] == 4
     assert len(found.values["t1-drafted"].anchors["length"]) == anchors
     assert found.values["t1-drafted"].pooled.prompts.tolist() == [f"r{i}" for i in (0, 10, 2, 4, 6, 8)] + [
         f"r{i}" for i in (1, 11, 3, 5, 7, 9)]
