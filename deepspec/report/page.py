@@ -25,7 +25,7 @@ nav ul { display: flex; flex-wrap: wrap; gap: 0.3rem 1rem; list-style: none; pad
 .facts dt { color: var(--soft); font-size: 0.9rem; } .facts dd { margin: 0; font-size: 1.4rem; font-weight: 600; }
 .facts dd small { display: block; font-size: 0.85rem; font-weight: 400; color: var(--soft); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
-figure { margin: 0.8rem 0; } figure svg[role=img] { width: 100%; height: auto; display: block; }
+figure { margin: 0.8rem 0; max-width: 34rem; } figure svg[role=img] { width: 100%; height: auto; display: block; }
 svg text { font: 14px system-ui, sans-serif; fill: var(--ink); } svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .axis { stroke: var(--soft); } svg .ideal { stroke: var(--soft); stroke-dasharray: 4 4; }
 .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1rem; list-style: none; padding: 0; margin: 0.3rem 0;
@@ -75,7 +75,7 @@ def _cell(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """A table that scrolls on a narrow screen and sorts by any column; numbers are rounded, None is a dash, text is escaped."""
+    """A table that scrolls on a narrow screen and sorts by any column: numbers rounded, None a dash, text escaped."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -100,5 +100,6 @@ def page(title: str, subtitle: str, headline: str, sections: Sequence[Section], 
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><header><h1>{escape(title)}</h1>"
         f'<p class="soft">{escape(subtitle)}</p></header><main>{headline}<nav aria-label="Sections"><ul>{links}</ul>'
-        f'</nav>{body}</main><footer><p class="soft">{escape(footer or "")}</p></footer><script>{SCRIPT}</script></body></html>\n'
+        f'</nav>{body}</main><footer><p class="soft">{escape(footer or "")}</p></footer>'
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
