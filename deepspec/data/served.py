@@ -30,6 +30,7 @@ ENGINES: dict[str, Callable[[EngineOptions], HiddenStateEngine]] = {"vllm": Vllm
 _ONE_TOKEN = 10.0  # times the tolerance
 _CHUNK = 256  # rows of logits at a time
 _Answer = TypeVar("_Answer")
+LayerCheck = Callable[[Tensor, Tensor], Optional[str]]
 
 
 class Head(Protocol):
@@ -67,12 +68,15 @@ class ServedTarget:
     """A target that runs in servers; the head is here. Use as a context manager.
 
     ``tolerance``: mean difference, in nats, between the engine's log-probabilities and those of
-    ``lm_head(last_hidden)`` that is put down to other kernels.
+    ``lm_head(last_hidden)`` that is put down to other kernels. ``layer_of``: what the states of the first layer are
+    instead, if anything.
     """
 
-    def __init__(self, engine: str, options: EngineOptions, head: Head, *, tolerance: float) -> None:
+    def __init__(self, engine: str, options: EngineOptions, head: Head, *, tolerance: float,
+                 layer_of: LayerCheck = lambda ids, states: None) -> None:
         self._engine = ENGINES[engine](options)
         self._head, self._tolerance, self._in_flight = head, tolerance, options.concurrency
+        self._layer_of, self._layers, self._width = layer_of, options.layers, options.hidden_size
         self._normalised: Optional[bool] = None
         self._checked: set[str] = set()  # servers whose first sample was compared token by token
         self._loop = asyncio.new_event_loop()
@@ -179,6 +183,8 @@ class ServedTarget:
             self._normalised = min(errors, key=lambda how: errors[how])
         last = self._last(captured, self._normalised)
         self._compare(sample, captured, last, thorough)
+        if thorough:
+            self._check_layers(sample, captured)
         self._checked.add(captured.server)
         return FeatureSample(sample, captured.features, last)
 
@@ -204,6 +210,14 @@ class ServedTarget:
             "among the hidden states"
         )
         raise ServerMisused(message) if thorough else RowRejected(message)
+
+    def _check_layers(self, sample: Sample, captured: Captured) -> None:
+        """The first layer tells how the server counts."""
+        found = self._layer_of(sample.input_ids, captured.features[:, :self._width])
+        if found is not None:
+            raise ServerMisused(f"{captured.server} gives {found} as layer {self._layers[0]} of "
+                                f"target.feature_layers={list(self._layers)}: it was started with other layer ids. "
+                                "vLLM counts what a layer reads, so its ids are these + 1; SGLang's are these")
 
 
 def logprob_error(head: Head, last_hidden: Tensor, logprobs: Sequence[TokenLogProb]) -> float:

@@ -4,12 +4,13 @@ from typing import Sequence
 
 from deepspec import distributed
 from deepspec.artifacts import canonical_hash
-from deepspec.config.paths import features_key, run_dir
+from deepspec.config.paths import features_key, model_cache, run_dir
 from deepspec.config.schema import Config
 from deepspec.data.engines.capture import EngineOptions
 from deepspec.data.served import ServedTarget
 from deepspec.data.server_pool import BreakerOptions
 from deepspec.targets.head import TargetHead
+from deepspec.targets.shallow import FirstLayers
 
 
 def served_target(config: Config, head: TargetHead) -> ServedTarget:
@@ -23,7 +24,8 @@ def served_target(config: Config, head: TargetHead) -> ServedTarget:
         seconds_per_token=server.seconds_per_token, files=server.files,
         breaker=BreakerOptions(server.breaker_failures, server.patience_seconds), job=_job(config),
     )
-    return ServedTarget(server.engine, options, head, tolerance=server.logprob_tolerance)
+    first = FirstLayers(config.target, model_cache(config), head.spec.num_layers)
+    return ServedTarget(server.engine, options, head, tolerance=server.logprob_tolerance, layer_of=first.layer_of)
 
 
 def _mine(urls: Sequence[str]) -> list[str]:

@@ -119,7 +119,7 @@ def _load_model(folder: Path, config: TargetConfig) -> PreTrainedModel:
         raise InputRefused(f"The target {config.name} in {folder} cannot be loaded: {_first_line(error)}. Download it "
                            "again, or correct target.path.") from None
     model, report = loaded
-    _check_report(report, folder, config.name)
+    check_report(report, folder, config.name)
     if model.config.get_text_config().tie_word_embeddings:
         head, embed = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         if head.data_ptr() != embed.data_ptr() and not torch.equal(head, embed):
@@ -128,7 +128,7 @@ def _load_model(folder: Path, config: TargetConfig) -> PreTrainedModel:
     return model
 
 
-def _check_report(report: dict[str, Any], folder: Path, name: str) -> None:
+def check_report(report: dict[str, Any], folder: Path, name: str) -> None:
     """A tensor the files lack would have been initialised at random: refuse, naming it."""
     missing = sorted(report.get("missing_keys", ()))
     mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))

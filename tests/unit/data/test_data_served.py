@@ -232,6 +232,14 @@ def test_another_model_and_another_last_layer_are_noticed(config: Config, engine
             features.run(asked_of(config, server))
 
 
+@pytest.mark.parametrize("ids, found", [([0, 2, 4], "the embedding"), ([2, 4, 4], "layer 1")])
+def test_layers_counted_in_another_way_are_noticed(config: Config, engine: TinyEngine, files: Path, ids: list[int],
+                                                   found: str) -> None:
+    with FakeServer(vllm(engine, files, ids)) as server, \
+            pytest.raises(InputRefused, match=f"gives {found} as layer 0 of target.feature_layers=.0, 2.: .* ids"):
+        features.run(asked_of(config, server))
+
+
 def test_many_bad_samples_stop_the_stage_and_the_next_run_continues(config: Config, engine: TinyEngine,
                                                                     files: Path) -> None:
     good = {tuple(of_row(config, number)) for number in (3, 11, 12, 13)}

@@ -12,6 +12,7 @@ from deepspec.config.schema import TargetConfig, TargetShape
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.targets.head import TargetHead, load_head
 from deepspec.targets.load import load_target
+from deepspec.targets.shallow import FirstLayers
 
 
 def options(folder: Path, **changes: object) -> TargetConfig:
@@ -90,3 +91,27 @@ def test_refuses_what_does_not_fit(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(InputRefused, match="has no tensor 'model.norm.weight'"):
         head_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_layers_tell_which_layer_states_are_of(tmp_path: Path, family: str) -> None:
+    save_tiny(tmp_path, family)
+    whole = load_target(options(tmp_path, feature_layers=[0, 1, 2]), device="cpu", cache_dir=tmp_path)
+    ids = random_ids(90)
+    states = whole.encode(ids, [90]).features.split(whole.spec.hidden_size, dim=1)
+    noise = 0.05 * torch.randn(90, whole.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    first = FirstLayers(options(tmp_path, feature_layers=[1, 2]), tmp_path, 4)
+    for layer, told in ((0, "layer 0"), (1, None), (2, "layer 2")):
+        assert first.layer_of(ids, states[layer] * (1 + noise)) == told
+    zeroth = FirstLayers(options(tmp_path, feature_layers=[0]), tmp_path, 4)
+    embedded = whole.embed_weight[ids] * whole.spec.embed_scale
+    assert zeroth.layer_of(ids, embedded) == "the embedding" and zeroth.layer_of(ids, states[0]) is None
+
+
+def test_layers_that_cannot_be_loaded_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path)
+    first = FirstLayers(options(tmp_path, feature_layers=[7]), tmp_path, 40)
+    assert first.layer_of(random_ids(9), torch.zeros(9, 64)) is None and "would take 10 layers" in caplog.text
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    first = FirstLayers(options(tmp_path), tmp_path, 4)
+    assert first.layer_of(random_ids(9), torch.zeros(9, 64)) is None and "cannot be loaded here" in caplog.text
