@@ -56,6 +56,7 @@ class Calibration:
     ece_fit_after: Values = ()
     samples_per_position: tuple[int, ...] = ()  # blocks of the fit split that reached the position
     positions_without_data: tuple[int, ...] = ()  # 1-based, fewer than ``min_samples``; their temperature stayed 1
+    positions_right_already: tuple[int, ...] = ()  # by calibration.noise_guard; their temperature stayed 1
     positions_at_grid_edge: tuple[int, ...] = ()
     refit_fraction: float = 0.0  # with ``fit_fraction``, what ``split_conversations`` cut the records by
     fit_fraction: float = 0.5

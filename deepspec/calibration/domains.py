@@ -12,7 +12,8 @@ from deepspec.calibration.temperatures import fit_temperatures
 
 
 def domain_report(fit: ConfidenceRecords, report: ConfidenceRecords, temperatures: ArrayLike, *, grid: Floats,
-                  num_bins: int, min_samples: int, draws: int, seed: int, own: bool) -> dict[str, Any]:
+                  num_bins: int, min_samples: int, draws: int, seed: int, own: bool,
+                  noise_guard: bool = False) -> dict[str, Any]:
     """Per domain, on its part of the report split: ``ece_before``, ``ece_pooled`` (the temperatures of all domains),
     ``ece_noise_floor``, ``ece_pooled_ci95``, ``blocks``; with ``own`` also temperatures fitted on the domain alone.
 
@@ -39,7 +40,7 @@ def domain_report(fit: ConfidenceRecords, report: ConfidenceRecords, temperature
                              "its own")
             continue
         scaling = fit_temperatures(own_fit.logits, own_fit.accepted, own_fit.drafted, grid=grid, num_bins=num_bins,
-                                   min_samples=min_samples, fallback=pooled, warn=False)
+                                   min_samples=min_samples, fallback=pooled, noise_guard=noise_guard, warn=False)
         mine = measure(part, sigmoid(part.logits / np.asarray(scaling.temperatures)), **options)
         entry |= {"temperatures": list(scaling.temperatures), "ece_own": list(mine["ece"]),
                   "positions_without_data": list(scaling.positions_without_data),

@@ -35,12 +35,15 @@ def cumulative_ece(records: ConfidenceRecords, temperatures: ArrayLike, num_bins
     ]
 
 
-def _verdict(before: Values, after: Values, floor: Values) -> str:
+def _verdict(before: Values, after: Values, floor: Values, found: dict[str, Any]) -> str:
     """One sentence: whether calibration was needed and whether it helped, means over positions on the report split."""
     raw, scaled, noise = mean(before), mean(after), mean(floor)
     numbers = f"mean ECE over positions {raw:.4f} before, {scaled:.4f} after, noise floor {noise:.4f}"
     if raw <= 1.5 * noise:
         return f"Calibration was hardly needed: the raw confidence is as good as this many blocks can show ({numbers})."
+    if found["removed_ci95"] is not None and found["removed_ci95"][0] <= 0 < found["removed_ci95"][1]:
+        return ("The temperatures change little: what they remove cannot be told from chance on these conversations "
+                f"({numbers}).")
     if scaled >= raw:
         return f"The temperatures did not help on conversations the fit never saw ({numbers}); use more held-out data."
     if scaled <= 2.0 * noise:
@@ -66,7 +69,8 @@ class _Fits:
 
     def _temperatures(self, records: ConfidenceRecords, logits: ArrayLike, *, warn: bool) -> TemperatureFit:
         return fit_temperatures(logits, records.accepted, records.drafted, grid=self.grid, warn=warn,
-                                num_bins=self.config.num_bins, min_samples=self.config.min_samples)
+                                num_bins=self.config.num_bins, min_samples=self.config.min_samples,
+                                noise_guard=self.config.noise_guard)
 
     def confidences(self, logits: ArrayLike) -> dict[str, Floats]:
         """Confidences of every form for logits of the head as trained."""
@@ -133,6 +137,7 @@ def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fr
     scaling, ones = fits.scaling, (1.0,) * records.origin.block_length
     names, counts = np.unique(report.domain, return_counts=True)
     chosen = fits.confidences(report.logits)
+    found = excess(report, chosen["raw"], chosen["sts"], num_bins=config.num_bins, draws=config.bootstrap, seed=seed)
     return Calibration(
         drafter_sha256=records.origin.drafter_sha256, block_size=records.origin.block_length,
         temperatures=scaling.temperatures, num_samples=len(report), num_bins=config.num_bins,
@@ -144,16 +149,16 @@ def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fr
         ece_fit_before=tuple(map(known_or_none, cumulative_ece(fit, ones, config.num_bins))),
         ece_fit_after=tuple(map(known_or_none, cumulative_ece(fit, scaling.temperatures, config.num_bins))),
         samples_per_position=scaling.samples, positions_without_data=scaling.positions_without_data,
+        positions_right_already=scaling.positions_right_already,
         positions_at_grid_edge=scaling.positions_at_grid_edge, confidence_head=records.origin.confidence_head,
         sampling_temperature=records.origin.sampling_temperature, fingerprint=fingerprint,
         refit_fraction=refit_fraction, fit_fraction=config.fit_fraction, min_samples=config.min_samples,
         method=config.method, methods=_plain(forms), source=records.origin.source,
         fold={"temperature": fits.fold.temperature, "shift": fits.fold.shift,
               "temperatures": list(fits.on_fold.temperatures), "samples": int(fit.reached.sum())},
-        excess=_plain(excess(report, chosen["raw"], chosen["sts"], num_bins=config.num_bins, draws=config.bootstrap,
-                             seed=seed)),
+        excess=_plain(found),
         per_domain=domain_report(fit, report, scaling.temperatures, grid=fits.grid, num_bins=config.num_bins,
                                  min_samples=config.min_samples, draws=config.bootstrap, seed=seed,
-                                 own=config.per_domain),
-        verdict=_verdict(raw["ece"], sts["ece"], sts["noise_floor"]), **_outcome(report),
+                                 own=config.per_domain, noise_guard=config.noise_guard),
+        verdict=_verdict(raw["ece"], sts["ece"], sts["noise_floor"], found), **_outcome(report),
     )

@@ -73,6 +73,24 @@ def auc(score: ArrayLike, label: ArrayLike) -> float:
     return float((rank_sum - positives * (positives + 1) / 2.0) / (positives * negatives))
 
 
+def ece_noise_draws(predicted: ArrayLike, num_bins: int = 20, *, draws: int = 200, seed: int = 0) -> Floats:
+    """ECEs [draws] that these predictions [n] would show if they were exactly right: outcomes are drawn from them."""
+    predicted = np.asarray(predicted, dtype=np.float64)
+    random = np.random.default_rng(seed)
+    index = _bins(predicted, num_bins)
+    values = np.empty(draws)
+    for draw in range(draws):
+        gap = predicted - (random.random(predicted.size) < predicted)
+        values[draw] = np.abs(np.bincount(index, weights=gap, minlength=num_bins)).sum() / predicted.size
+    return values
+
+
+def ece_noise_quantile(predicted: ArrayLike, num_bins: int = 20, *, level: float = 0.95, draws: int = 200,
+                       seed: int = 0) -> float:
+    """The ECE that exactly right predictions stay below in ``level`` of the cases on as many samples."""
+    return float(np.quantile(ece_noise_draws(predicted, num_bins, draws=draws, seed=seed), level))
+
+
 def ece_noise_floor(predicted: ArrayLike, num_bins: int = 20, *, draws: int = 200, seed: int = 0) -> float:
     """Mean ECE that these predictions would show on this many samples if they were exactly right.
 
@@ -83,13 +101,7 @@ def ece_noise_floor(predicted: ArrayLike, num_bins: int = 20, *, draws: int = 20
     predicted = np.asarray(predicted, dtype=np.float64)
     if predicted.size == 0:
         return float("nan")
-    random = np.random.default_rng(seed)
-    index = _bins(predicted, num_bins)
-    total = 0.0
-    for _ in range(draws):
-        gap = predicted - (random.random(predicted.size) < predicted)
-        total += float(np.abs(np.bincount(index, weights=gap, minlength=num_bins)).sum())
-    return total / (draws * predicted.size)
+    return float(ece_noise_draws(predicted, num_bins, draws=draws, seed=seed).mean())
 
 
 def cell_gaps(predicted: ArrayLike, label: ArrayLike, group: NDArray[np.int64], num_groups: int,

@@ -93,6 +93,10 @@ def table(result: Calibration) -> list[str]:
         missing = ", ".join(f"{k} ({result.samples_per_position[k - 1]})" for k in result.positions_without_data)
         text.append(f"positions {missing}: fewer than calibration.min_samples={result.min_samples} samples, "
                     "temperature left at 1")
+    if result.positions_right_already:
+        kept = ", ".join(map(str, result.positions_right_already))
+        text.append(f"positions {kept}: the error is what a right confidence shows on as many blocks, temperature left "
+                    "at 1 (calibration.noise_guard)")
     fold = result.fold
     text.append(f"folded into the head: temperature {fold['temperature']:.3f}, shift {fold['shift']:+.3f}; mean ECE "
                 + ", ".join(f"{name} {values['ece_mean']:.4f}" for name, values in result.methods.items()
@@ -108,6 +112,8 @@ def _excess(values: dict[str, Any]) -> str:
     def span(interval: Optional[list[float]]) -> str:
         return f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
 
-    share = "nothing to remove" if values["reduction"] is None else f"{values['reduction']:.0%} removed"
+    share = "within what so many blocks can show"
+    if values["reduction"] is not None and (values["before_ci95"] or [values["before"]])[0] > 0:
+        share = f"{values['reduction']:.0%} removed"
     return (f"excess over the noise floor, mean over positions: {values['before']:.4f}{span(values['before_ci95'])} "
             f"before, {values['after']:.4f}{span(values['after_ci95'])} after: {share}")

@@ -103,6 +103,17 @@ def test_methods_side_by_side_on_the_same_blocks(calibration, tmp_path):
     assert not np.allclose(loaded.apply(logits), sigmoid(logits / np.array(loaded.temperatures)))
 
 
+def test_a_confidence_that_is_right_is_left_alone():
+    """Without the guard the search fits the noise of the bins, the more the fewer blocks there are."""
+    fitted = [fit_temperatures(one.logits, one.accepted, noise_guard=guard, warn=False)
+              for guard in (False, True) for seed in range(8) for one in [records_of(lambda s: s, 400, 2, seed)]]
+    distance = [np.mean([abs(np.log(one.temperatures[0])) for one in part]) for part in (fitted[:8], fitted[8:])]
+    assert distance[1] < 0.3 * distance[0] and sum(1 in one.positions_right_already for one in fitted[8:]) >= 6
+    wrong = records_of(lambda s: sigmoid(np.log(s / (1 - s)) / 3.0), 400, 2)
+    found = fit_temperatures(wrong.logits, wrong.accepted, noise_guard=True, warn=False)
+    assert found.temperatures[0] > 1.8 and 1 not in found.positions_right_already
+
+
 def test_our_scheduler_uses_the_method(calibration):
     cells = [ProfileCell(r, v, 64, 8, t, t, t, 0.2, t - 0.3, 0.1)
              for r in (1, 2) for v in (1, 3, 5) for t in [1.0 + 0.1 * r * v]]
