@@ -89,6 +89,34 @@ def test_compiled_layers_need_whole_parameters(composed: Callable[..., Config]) 
         validate(config)
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("algorithm", ["dflash", "eagle3", "mtp"])
+def test_the_drafter_is_the_only_difference(composed: Callable[..., Config], experiment: str, algorithm: str) -> None:
+    config = composed(f"+experiment={experiment}", f"drafter={algorithm}")
+    validate(config)
+    assert config.drafter.algorithm == algorithm
+    layers, last = config.target.feature_layers, config.target.shape.num_layers - 1
+    assert layers == [last] if algorithm == "mtp" else last not in layers
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (("drafter=mtp", "target.feature_layers=[1,4]"), r"it must be \[7\]"),
+    (("drafter=eagle3", "target.feature_layers=[1,7]"), "without the last layer 7"),
+    (("drafter=eagle3", "drafter.sample_from_anchor=false"), "must be true with drafter.algorithm=eagle3"),
+    (("drafter=eagle3", "drafter.sliding_window=64"), "sees its whole context"),
+    (("drafter=eagle3", "drafter.head=vanilla"), "has no heads"),
+    (("drafter=eagle3", "drafter.unroll=0"), "at least 1"), (("drafter.unroll=3",), "drafts a block in one pass"),
+    (("drafter=mtp", "export.formats=[deepspec,speculators]"), "made of deepspec with"),
+    (("drafter=eagle3", "export.formats=[specforge]"), "made of deepspec, speculators with"),
+    (("objective.ce_labels=soft",), "data, target"),
+    (("drafter=eagle3", "objective.implementation=triton"), "no kernel for objective.ce_labels=target"),
+])
+def test_what_autoregressive_drafters_cannot_be(composed: Callable[..., Config], overrides: tuple[str, ...],
+                                                said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate(composed("+experiment=tiny", *overrides))
+
+
 def test_no_head_is_a_one_line_ablation(composed: Callable[..., Config]) -> None:
     config = composed("+experiment=tiny")
     config.drafter.head = "none"

@@ -64,6 +64,22 @@ def test_feature_layers_are_checked(layers: tuple[int, ...], message: str) -> No
         FrozenTarget(tiny_model(), tiny_tokenizer(), feature_layers=layers)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_alone_is_the_last_hidden_state(family: str) -> None:
+    """After the final norm, as Hugging Face has it there, in packed passes and in cached steps."""
+    model = tiny_model(family)
+    last = model.config.get_text_config().num_hidden_layers - 1
+    target, ids = FrozenTarget(model, tiny_tokenizer(), feature_layers=(last,)), random_ids(20)
+    with torch.no_grad():
+        reference = tiny_model(family)(ids[None], output_hidden_states=True, use_cache=False)
+    packed, cache = target.encode(ids, [20]), target.new_cache(1, 20)
+    assert_near(packed.features, reference.hidden_states[last + 1][0])
+    assert torch.equal(packed.features, packed.last_hidden)
+    steps = [target.step(ids[:11], [0], [11], cache), target.step(ids[11:], [0], [9], cache)]
+    assert_near(torch.cat([step.features for step in steps]), packed.features)
+    assert target.encode(ids, [20], features=False).features.shape == (20, 0)
+
+
 @pytest.mark.parametrize("mask", [-1, ROWS])
 def test_the_mask_token_must_be_a_row(mask: int) -> None:
     with pytest.raises(ConfigError, match=f"mask_token_id={mask} is not a row.*{ROWS} rows"):
