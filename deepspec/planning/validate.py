@@ -94,6 +94,8 @@ def _feature_layers(config: Config) -> None:
         return
     require(layers[-1] < total, key, layers, f"made of ids below target.shape.num_layers={total}")
     if config.drafter.algorithm == "mtp":
+        require(config.features.mode != "server", "features.mode", config.features.mode, "another one with "
+                "drafter.algorithm=mtp: servers give layer outputs, not the last hidden state of every token")
         require(layers == [total - 1], key, layers, f"[{total - 1}], the target's last hidden state, with "
                 "drafter.algorithm=mtp (drafter=mtp sets it: leave it out)")
         return
