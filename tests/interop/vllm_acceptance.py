@@ -4,7 +4,7 @@ Runs under the Python of an environment that holds vLLM's CPU build; it imports 
 JSON object on stdin:
 
     {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
-     "dtype": "float32", "max_model_len": 256, "seed": 0, "alone": false, "record": false, "confidence": false}
+     "dtype": "float32", "max_model_len": 256, "hf_overrides": {}, "seed": 0, "alone": false, "record": false, "confidence": false}
 
 With ``record`` prompts are answered one by one, and the report has the draft tokens of every round by prompt, with
 ``confidence`` beside it (DSpark) also what the confidence head said, which the engine evaluates only where it schedules
@@ -110,6 +110,8 @@ def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
     from vllm import LLM, SamplingParams
 
     options = {"speculative_config": speculative} if speculative else {}
+    if job.get("hf_overrides"):  # MTP's layer is built from the target's configuration
+        options["hf_overrides"] = job["hf_overrides"]
     engine = LLM(
         job["target"], dtype=job.get("dtype", "float32"), max_model_len=job.get("max_model_len", 256),
         max_num_seqs=job.get("max_num_seqs", 4), seed=job.get("seed", 0), enforce_eager=True, disable_log_stats=False,
