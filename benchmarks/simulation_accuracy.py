@@ -1,6 +1,8 @@
 """Simulated against measured throughput of the batched decoder, on loads and domain mixes that nothing was fitted on.
 
-    OMP_NUM_THREADS=1 python benchmarks/simulation_accuracy.py runs/tiny 1 4 16
+    OMP_NUM_THREADS=1 python benchmarks/simulation_accuracy.py runs/tiny 64 1 4 16
+
+(run, longest answer in tokens, concurrencies)
 
 Everything happens in this run: the profile is measured in two halves, before and after decoding; traces come from one
 half of the held-out conversations, the decoded prompts are the other half, in two domain mixes. Times are CPU seconds
@@ -37,18 +39,17 @@ from deepspec.stages.confidence import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession
 
-TOKENS = 64
 SIMULATIONS = 8  # of each pair, with other seeds; their mean is the prediction
 MODES = ("none", "fixed", "scheduled")
 CLOCK = time.process_time
 
 
 def profile(config: Config, session: RunSession, sizes: Sequence[int], seed: int) -> tuple[Any, dict[str, Any]]:
-    """Cells and extras of one half of the profile, with two context lengths."""
+    """Cells and extras of one half of the profile."""
     length = session.drafter.shape.draft_length
     options = ProfileConfig(num_reqs=sorted({1, 2, 4, *sizes}), verify_lengths=sorted({0, 1, 2, 4, length}),
-                            kv_lengths=[96, 224], prefill_tokens=[32, 128, 256], samples_per_cell=5, warmup=1,
-                            max_batch_tokens=1024)
+                            kv_lengths=config.profile.kv_lengths, prefill_tokens=[32, 128], samples_per_cell=5,
+                            warmup=1, max_batch_tokens=1024)
     runner = DecoderRunner(session.target, session.drafter, seed, clock=CLOCK)
     return measure(runner, grid(options, length), options, seed=seed).cells, measure_extras(runner, options, seed=seed)
 
@@ -72,10 +73,10 @@ def merged(halves: Sequence[tuple[Sequence[ProfileCell], dict[str, Any]]]) -> St
 
 
 def decode(session: RunSession, requests: Sequence[DecodeRequest], size: int, mode: str, scheduler: Any,
-           seed: int) -> tuple[list[Any], float]:
+           seed: int, tokens: int) -> tuple[list[Any], float]:
     """Answers and tokens per CPU second."""
     decoder = SpeculativeDecoder(session.target, session.drafter, Sampling(temperature=1.0, seed=seed), batch_size=size,
-                                 max_new_tokens=TOKENS, mode=mode, scheduler=scheduler)
+                                 max_new_tokens=tokens, mode=mode, scheduler=scheduler)
     decoder.clock = CLOCK
     results = list(decoder.decode(requests))
     return results, decoder.timings.tokens / decoder.timings.total_seconds
@@ -119,33 +120,34 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     config, session = open_run(sys.argv[1])
-    sizes = [int(value) for value in sys.argv[2:]] or [1, 4, 16]
+    tokens, *sizes = [int(value) for value in sys.argv[2:]] or [64, 1, 4, 16]
     fit, test = halves_of(config)
     first = profile(config, session, sizes, 0)
     length = session.drafter.shape.draft_length
-    recorded = [result for seed in (11, 12, 13) for result in decode(session, fit, max(sizes), "fixed", None, seed)[0]]
+    recorded = [result for seed in (11, 12)
+                for result in decode(session, fit, max(sizes), "fixed", None, seed, tokens)[0]]
     traces = traces_of(recorded, length, drafter_sha256=session.drafter_sha256)
     schedules = Subject("run", traces, merged([first, first]), calibration=calibration(config, session))
     mixes = mixes_of(sorted({item.domain for item in test}))
     measured: dict[tuple[int, str, int], float] = {}
     for place, mix in enumerate(mixes):
         for size in sizes:
-            requests = mixed(test, mix, max(8, 3 * size))
+            requests = mixed(test, mix, max(8, 2 * size))
             for mode in MODES:
                 policy = schedules.policy(mode, SchedulerConfig())
                 scheduler = policy.scheduler() if policy.scheduler is not None else None
-                measured[place, mode, size] = decode(session, requests, size, mode, scheduler, 5)[1]
+                measured[place, mode, size] = decode(session, requests, size, mode, scheduler, 5, tokens)[1]
     subject = replace(schedules, costs=merged([first, profile(config, session, sizes, 1)]))
     pairs = []
     for (place, mode, size), actual in measured.items():
-        count = len(mixed(test, mixes[place], max(8, 3 * size)))
+        count = len(mixed(test, mixes[place], max(8, 2 * size)))
         expected = predict(traces, subject, mode, mixes[place], size, count)
         pairs.append({"mix": mixes[place], "mode": mode, "concurrency": size, "simulated": round(expected, 2),
                       "measured": round(actual, 2), "error": round(expected / actual - 1.0, 4)})
     sys.stdout.write(json.dumps({
         "benchmark": "simulation_accuracy", "run": Path(sys.argv[1]).name, "pairs": pairs,
         "worst_error": max(abs(pair["error"]) for pair in pairs), "conversations": [len(fit), len(test)],
-        "answer_tokens_at_most": TOKENS, "torch": torch.__version__}) + "\n")
+        "answer_tokens_at_most": tokens, "torch": torch.__version__}) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from deepspec.artifacts import SCHEMA_VERSION, atomic_write_bytes, atomic_write_json
 from deepspec.decoding.cost import ProfileCell
+from deepspec.profiling.additive import fit_additive, identifiable
 from deepspec.profiling.measure import Measurement
 
 log = logging.getLogger(__name__)
@@ -52,23 +53,17 @@ def sps_samples(cells: Sequence[ProfileCell]) -> tuple[list[int], list[float]]:
     return tokens, [float(1e3 / value) for value in cost]
 
 
-def additive_fit(cells: Sequence[ProfileCell]) -> dict[str, Optional[float]]:
-    """Bias (ms) and worst relative residual of ``T(R, B) = bias + alpha(R) + theta(B)``, relative least squares.
-
-    None where the grid cannot tell the price of a request from that of a token (one R, or no B under two R).
-    """
-    requests = sorted({cell.num_reqs for cell in cells})
-    tokens = sorted({cell.batch_tokens for cell in cells})
-    design = np.zeros((len(cells), 1 + len(requests) + len(tokens)))
-    for row, cell in enumerate(cells):
-        design[row, [0, 1 + requests.index(cell.num_reqs), 1 + len(requests) + tokens.index(cell.batch_tokens)]] = 1.0
-    design = np.delete(design, [1, 1 + len(requests)], axis=1)  # the smallest of each is the origin
-    if len(requests) < 2 or np.linalg.matrix_rank(design) < design.shape[1]:
-        return {"bias_ms": None, "max_rel_residual": None}
-    times = np.array([cell.p50_ms for cell in cells])
-    solution = np.linalg.lstsq(design / times[:, None], np.ones(len(times)), rcond=None)[0]
-    residual = float(np.abs(design @ solution / times - 1.0).max())
-    return {"bias_ms": float(solution[0]), "max_rel_residual": residual}
+def additive_fit(cells: Sequence[ProfileCell]) -> dict[str, Any]:
+    """Bias (ms), worst relative residual and its cell of ``fit_additive``; None, with ``reason``, where the grid
+    cannot tell the price of a request from that of a token."""
+    reason = identifiable(cells)
+    if reason is not None:
+        return {"bias_ms": None, "max_rel_residual": None, "worst_cell": None, "reason": reason}
+    fit = fit_additive(cells)
+    errors = [abs(1e3 * fit.seconds(cell.num_reqs, cell.batch_tokens) / cell.p50_ms - 1.0) for cell in cells]
+    worst = cells[int(np.argmax(errors))]
+    return {"bias_ms": 1e3 * fit.bias, "max_rel_residual": fit.max_rel_residual,
+            "worst_cell": {"num_reqs": worst.num_reqs, "verify_tokens": worst.verify_tokens}, "reason": None}
 
 
 def write_profile(directory: Path, measured: Measurement, *, header: dict[str, Any], drafter_sha256: str,
@@ -85,6 +80,8 @@ def write_profile(directory: Path, measured: Measurement, *, header: dict[str, A
         "max_batch_tokens": tokens[-1] if measured.partial else max(max_batch_tokens, tokens[-1]),
         "drafter_sha256": drafter_sha256, "parallel": {"data": parallel, "tensor": 1}, "kv_len": depth,
         "fit": additive_fit(cells), "partial": measured.partial,
+        "interpolation": "cost linear between probes and never falling (running maximum; raw cells in records.jsonl), "
+                         "constant below the first, with the last slope beyond the last, none beyond max_batch_tokens",
         "unit": "batch tokens of one rank and step, anchors included; a step is a whole round: draft, verify, host",
     } | header | (extras or {})
     text = json.dumps(table)

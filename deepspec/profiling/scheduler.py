@@ -26,9 +26,9 @@ def trusted_cost(directory: str | PathLike[str], *, min_samples: int, **conditio
     """Costs of ``profile/``.
 
     Raises:
-        InputRefused: missing or damaged, measured under other ``conditions`` (hardware, dtype, target, drafter), flatter
-            than 5 %, with fewer than ``min_samples`` in a cell, or without two lengths at any request count. The
-            message names the reason.
+        InputRefused: missing or damaged, measured under other ``conditions`` (hardware, dtype, target, drafter),
+            flatter than 5 %, with fewer than ``min_samples`` in a cell, or without two lengths at any request count.
+            The message names the reason.
     """
     directory = Path(directory)
     SpsTable.load(directory / SPS_FILE, **conditions)
@@ -68,9 +68,11 @@ def scheduler_factory(cost: CostTable, draft_length: int, config: SchedulerConfi
     confidence head.
     """
     def make(mode: str) -> ThroughputScheduler:
+        # Algorithm 1 would stop in front of a riser, so it sees the envelope; a global search looks over it.
         made = ThroughputScheduler(
-            cost, draft_length, temperatures=temperatures, policy=POLICIES[mode], min_gain=config.min_gain,
-            probe_share=config.probe_share, max_verify=config.max_verify, floor=config.min_tokens_per_second_per_user)
+            cost.exact() if POLICIES[mode] == "lagged" else cost, draft_length, temperatures=temperatures,
+            policy=POLICIES[mode], min_gain=config.min_gain, probe_share=config.probe_share,
+            max_verify=config.max_verify, floor=config.min_tokens_per_second_per_user)
         known = survival if logits is None else made.survival(logits, len(logits))
         return made if known is None else made.start_from(known)
 

@@ -95,7 +95,8 @@ def measure_server(engine: ServedEngine, config: ProfileConfig, *, seed: int = 0
     partial = None
     for index in np.random.default_rng(seed).permutation(len(shapes)):
         if config.seconds_limit and clock() - began > config.seconds_limit and len(cells) > 1:
-            partial = f"profile.seconds_limit={config.seconds_limit:g} ended it after {len(cells)} of {len(shapes)} cells"
+            partial = (f"profile.seconds_limit={config.seconds_limit:g} ended it after {len(cells)} of {len(shapes)} "
+                       "cells")
             log.warning("profile: %s", partial)
             break
         cells.append(cell_of(shapes[index], engine.burst(shapes[index], config.samples_per_cell)))

@@ -1,9 +1,9 @@
 """Profile of a running SGLang server through its SPS record endpoint. Written after SGLang 0.5.23; untested live.
 
 The server must have been started with ``SGLANG_DSPARK_ENABLE_SPS_RECORD=1`` and ``SGLANG_SIMULATE_ACC_LEN=1.0`` (each
-step then advances every request by one token, so that contexts grow alike). ``SGLANG_RAGGED_VERIFY_MODE=static`` verifies
-whole blocks only; ``compact`` lets the budget be forced, which is what tells the price of a request from that of a
-token. ``SGLANG_DSPARK_DEBUG_DUMP=draft_gpu_time,target_verify_gpu_time`` adds the parts of a step.
+step then advances every request by one token, so that contexts grow alike). ``SGLANG_RAGGED_VERIFY_MODE=static``
+verifies whole blocks only; ``compact`` lets the budget be forced, which is what tells the price of a request from that
+of a token. ``SGLANG_DSPARK_DEBUG_DUMP=draft_gpu_time,target_verify_gpu_time`` adds the parts of a step.
 """
 
 import logging
@@ -41,8 +41,8 @@ class SglangEngine:
                 raise InputRefused(f"profile.endpoint={http.endpoint}: the record lacks {sorted(missing)}. {_HOW}")
             if payload.get("simulate_acc_len") != 1.0:
                 raise InputRefused(f"profile.endpoint={http.endpoint}: simulate_acc_len is "
-                                   f"{payload.get('simulate_acc_len')!r}; with real acceptance contexts drift apart and "
-                                   f"no two steps are alike. {_HOW}")
+                                   f"{payload.get('simulate_acc_len')!r}; with real acceptance contexts drift apart "
+                                   f"and no two steps are alike. {_HOW}")
         self._info_at_start = info
         self._length = int(payloads[0]["verify_num_draft_tokens"]) - 1
         self._mode = str(payloads[0].get("mode"))

@@ -1,7 +1,7 @@
 """What is simulated: a drafter with its own traces and prices, of this run or another one."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -38,8 +38,9 @@ class Subject:
             return Policy("none")
         if mode in SCHEDULED:
             logits, survival = known_blocks(self.traces)
-            make = scheduler_factory(self.costs.tables[0], self.traces.draft_length, scheduler, self.calibration,
-                                     logits=logits, survival=survival)
+            cost = replace(self.costs.tables[0], convex=True)
+            make = scheduler_factory(cost, self.traces.draft_length, scheduler, self.calibration, logits=logits,
+                                     survival=survival)
             return Policy(mode, scheduler=lambda: make(mode))
         return Policy(mode, self.traces.draft_length if length is None else length)
 

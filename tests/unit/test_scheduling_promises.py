@@ -1,0 +1,167 @@
+"""Promises to users, minimum gain and speed of both schedules; the lag of the asynchronous one."""
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspec.decoding.policy import ThroughputScheduler
+from deepspec.scheduling import SpsTable, schedule_budget, schedule_prefixes
+from tests.unit.test_scheduling import random_survival
+
+
+class Cost:
+    """Seconds of a round: ``base + slope * B``, drafting apart."""
+
+    def __init__(self, base: float = 10.0, slope: float = 1.0, draft: float = 1.0) -> None:
+        self.base, self.slope, self.draft = base, slope, draft
+
+    def verify_curve(self, requests: int) -> Any:
+        return lambda size: self.base + self.slope * np.asarray(size, dtype=np.float64)
+
+    def draft_seconds(self, requests: int) -> float:
+        return self.draft
+
+
+def worst(survival: np.ndarray, lengths: Any, floors: np.ndarray, rate: float) -> float:
+    """Rate of the worst-served request relative to its promise."""
+    gained = [1.0 + survival[row, :length].sum() for row, length in enumerate(lengths)]
+    return min(value * rate / floor for value, floor in zip(gained, floors))
+
+
+def admissions(survival: np.ndarray, caps: Any) -> list[int]:
+    """Rows in the order of admission, done plainly."""
+    found = [(-np.float32(survival[row, k]), row, k) for row in range(len(survival)) for k in range(caps[row])]
+    return [row for _, row, _ in sorted(found, key=lambda item: (item[0], item[1], item[2]))]
+
+
+def test_a_promise_ends_the_early_stop_search_like_a_plain_loop_does() -> None:
+    random = np.random.default_rng(5)
+    stopped = 0
+    for _ in range(200):
+        requests, length = int(random.integers(1, 5)), int(random.integers(1, 5))
+        survival = random_survival(random, requests, length).astype(np.float32).astype(np.float64)
+        caps = random.integers(0, length + 1, requests)
+        floors = random.uniform(0.08, 0.2, requests)
+        cost = 5.0 + np.cumsum(random.uniform(0.0, 1.0, requests * (1 + length) + 1))
+        lengths = np.zeros(requests, dtype=int)
+        theta = requests / cost[requests]
+        share = worst(survival, lengths, floors, 1 / cost[requests])
+        for row in admissions(survival, caps):
+            trial = lengths.copy()
+            trial[row] += 1
+            size = requests + trial.sum()
+            tau = requests + sum(survival[r, :n].sum() for r, n in enumerate(trial))
+            after = worst(survival, trial, floors, 1 / cost[size])
+            if tau / cost[size] <= theta:
+                break
+            if after < 1.0 and after < share:
+                stopped += 1
+                break
+            lengths, theta, share = trial, tau / cost[size], after
+        chosen = schedule_prefixes(survival, lambda size: 1.0 / cost[size], caps=caps, floors=floors)
+        assert chosen.lengths.tolist() == lengths.tolist()
+    assert stopped > 20  # the promise decided, not only the throughput
+
+
+def test_a_budget_keeps_every_promise_or_comes_nearest() -> None:
+    random = np.random.default_rng(6)
+    kept = missed = 0
+    for _ in range(150):
+        requests, length = int(random.integers(1, 4)), int(random.integers(1, 4))
+        survival = random_survival(random, requests, length).astype(np.float32).astype(np.float64)
+        floors = random.uniform(0.05, 0.22, requests)
+        cost = 5.0 + np.cumsum(random.uniform(0.0, 1.0, requests * (1 + length) + 1))
+        plans, lengths = [], [0] * requests
+        for row in [-1, *admissions(survival, [length] * requests)]:
+            if row >= 0:
+                lengths = [n + (index == row) for index, n in enumerate(lengths)]
+            size = requests + sum(lengths)
+            tau = requests + sum(survival[r, :n].sum() for r, n in enumerate(lengths))
+            plans.append((tau / cost[size], worst(survival, lengths, floors, 1 / cost[size]), list(lengths)))
+        keeping = [plan for plan in plans if plan[1] >= 1.0]
+        best = max(keeping, key=lambda plan: plan[0]) if keeping else max(plans, key=lambda plan: plan[1])
+        chosen = schedule_budget(survival, survival, lambda size: 1.0 / cost[size], floors=floors)
+        assert chosen.lengths.tolist() == best[2]
+        kept, missed = kept + bool(keeping), missed + (not keeping)
+    assert kept > 10 and missed > 10
+
+
+def test_one_promise_may_stand_for_all() -> None:
+    survival = random_survival(np.random.default_rng(1), 3, 4)
+    rates = SpsTable.from_samples([1, 8, 16, 64], [100, 60, 55, 20]).steps_per_second
+    one = schedule_prefixes(survival, rates, floors=70.0).lengths.tolist()
+    assert one == schedule_prefixes(survival, rates, floors=[70.0] * 3).lengths.tolist()
+    assert sum(one) < sum(schedule_prefixes(survival, rates).lengths)
+
+
+@pytest.mark.parametrize("schedule", ["prefixes", "budget"])
+def test_512_requests_and_16_tokens_take_less_than_a_millisecond(schedule: str) -> None:
+    survival = random_survival(np.random.default_rng(2), 512, 16)
+    seconds = SpsTable.from_samples([1, 8, 64, 512, 2048, 8704], [100, 90, 60, 20, 6, 1.5])
+    rates = seconds.steps_per_second(np.arange(512 * 17 + 1))  # priced once per request count, as the scheduler does
+
+    def run() -> None:
+        if schedule == "prefixes":
+            schedule_prefixes(survival, lambda size: rates[size])
+        else:
+            # The capacity is of settled rounds and can be searched while the target runs; all of it counts here.
+            schedule_budget(survival, survival, lambda size: rates[size])
+
+    times = []
+    for _ in range(60):
+        began = time.process_time()
+        run()
+        times.append(time.process_time() - began)
+    assert min(times) < (1e-3 if schedule == "prefixes" else 2e-3)
+
+
+def test_the_capacity_comes_from_confidences_two_rounds_old() -> None:
+    scheduler = ThroughputScheduler(Cost(base=1.0, slope=1.0, draft=0.0), 2, policy="lagged")
+    sure, unsure = np.array([[0.99, 0.98]]), np.array([[0.05, 0.01]])
+    caps = np.array([2])
+    assert scheduler.lengths(sure, caps).tolist() == [2]  # nothing settled: all
+    scheduler.observe(unsure, np.array([2]), np.array([0]))
+    assert scheduler.lengths(sure, caps).tolist() == [2]  # one round old: not yet
+    scheduler.observe(sure, np.array([2]), np.array([2]))
+    assert scheduler.lengths(sure, caps).tolist() == [0]  # the unsure block is two rounds old now
+    scheduler.observe(sure, np.array([2]), np.array([2]))
+    assert scheduler.lengths(sure, caps).tolist() == scheduler.lengths(unsure, caps).tolist()
+
+
+def test_caps_of_the_scheduler_hold_whatever_the_policy() -> None:
+    sure = np.array([[0.99, 0.98, 0.97]] * 2)
+    for policy in ("early_stop", "lagged"):
+        scheduler = ThroughputScheduler(Cost(base=50.0, slope=0.1), 3, policy=policy, max_verify=2)
+        assert scheduler.lengths(sure, np.array([3, 1])).tolist() == [2, 1]
+
+
+def test_a_promise_limits_the_scheduler() -> None:
+    sure = np.array([[0.99, 0.2, 0.1], [0.6, 0.5, 0.4]])
+    free = ThroughputScheduler(Cost(base=10.0, slope=0.5, draft=0.0), 3)
+    # Two requests at base 10 + 0.5 B: a step of 11 s gives each 1/11 tokens per second.
+    held = ThroughputScheduler(Cost(base=10.0, slope=0.5, draft=0.0), 3, floor=1 / 11.4)
+    assert held.lengths(sure, np.array([3, 3])).sum() < free.lengths(sure, np.array([3, 3])).sum()
+
+
+def test_known_blocks_spare_the_first_trials() -> None:
+    hopeless = np.tile([0.05, 0.002], (40, 1))
+    cost = Cost(base=1.0, slope=1.0, draft=5.0)
+    fresh, informed = ThroughputScheduler(cost, 2), ThroughputScheduler(cost, 2).start_from(hopeless)
+    assert fresh.should_draft(4) and not informed.should_draft(4)
+    promising = np.tile([0.95, 0.9], (40, 1))
+    assert ThroughputScheduler(Cost(base=50.0, slope=0.1), 2).start_from(promising).should_draft(4)
+    informed.reset()
+    assert not informed.should_draft(4)
+
+
+def test_trials_cost_the_stated_share_and_get_rarer() -> None:
+    cost = Cost(base=10.0, slope=1.0, draft=15.0)  # a drafting round of one request: 28 s against 11 s
+    for share, first in ((0.1, 16), (0.01, 155)):
+        scheduler = ThroughputScheduler(cost, 2, probe_share=share).start_from(np.tile([0.05, 0.0], (9, 1)))
+        drafted = [place for place in range(1, 5000) if scheduler.should_draft(1)]
+        assert drafted[0] == first
+        gaps = np.diff([0, *drafted])
+        assert all(after == min(2 * before, 4096) for before, after in itertools.pairwise(gaps))
