@@ -4,7 +4,8 @@
 
 Names: codecs (comma-separated), width, layers, tokens (of a sample), prompt (share of them), samples, repeats, threads,
 directory (where the store is written and read; default: the system's temporary folder), shard_megabytes, pack (samples
-asked for at a time), dtype (bfloat16 or float32).
+asked for at a time), dtype (bfloat16 or float32), clock (wall, or cpu: seconds of all threads of this process, for a
+machine that is busy with other things).
 
 Prints one JSON line per codec. Hidden states are those of a transformer with random weights of that width, so the share
 of the lossless codec is that of such a model. ``of_plain`` is the share of (layers + 1) * width * 2 bytes per token,
@@ -50,8 +51,9 @@ from deepspec.data.sources import CachedFeatures  # noqa: E402
 DEFAULTS = {
     "codecs": "bf16,int8,fp8-e4m3,lossless", "width": 2560, "layers": 5, "tokens": 800, "prompt": 0.3, "samples": 24,
     "repeats": 5, "threads": 2, "directory": tempfile.gettempdir(), "shard_megabytes": 128, "pack": 4,
-    "dtype": "bfloat16",
+    "dtype": "bfloat16", "clock": "wall",
 }
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 BLOCK = 4 << 20
 
 
@@ -115,15 +117,16 @@ def load(folder: Path, options: dict, shuffled: bool = False, decode: Optional[b
             collate(samples, num_anchors=1, draft_length=1, seed=0, epoch=0, decode=decode)
 
 
-def best(works: dict[str, Callable[[], None]], before: Callable[[], None], repeats: int) -> dict[str, float]:
+def best(works: dict[str, Callable[[], None]], before: Callable[[], None], options: dict) -> dict[str, float]:
     """Fewest seconds of each. They take turns, so that a machine busy for a while slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
+    clock = CLOCKS[options["clock"]]
+    for _ in range(options["repeats"]):
         for name, work in works.items():
             before()
-            started = time.perf_counter()
+            started = clock()
             work()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
     return {name: min(found) for name, found in seconds.items()}
 
 
@@ -132,7 +135,7 @@ def widen(options: dict, codec: str) -> float:
     stored = torch.int8 if codec in SCALED else torch.bfloat16
     shape = (options["pack"] * options["tokens"], options["layers"] * options["width"])
     values, out = torch.ones(shape, dtype=stored), torch.empty(shape, dtype=getattr(torch, options["dtype"]))
-    fewest = best({"widen": lambda: out.copy_(values)}, lambda: None, options["repeats"])
+    fewest = best({"widen": lambda: out.copy_(values)}, lambda: None, options)
     return values.nbytes / fewest["widen"] / 1e9
 
 
@@ -163,7 +166,7 @@ def measure(codec: str, options: dict, states: Tensor) -> dict:
                 "gpu_pack": lambda: load(folder, options, decode=False),
                 "cpu_pack": lambda: load(folder, options, decode=True),
             }
-            rates = {what: size / least / 1e9 for what, least in best(works, before, options["repeats"]).items()}
+            rates = {what: size / least / 1e9 for what, least in best(works, before, options).items()}
             result |= {f"{what}_{name}_gigabytes_per_second": round(rate, 3) for what, rate in rates.items()}
             result |= {f"{what}_share_{name}": round(rates[what] / rates["sequential"], 3)
                        for what in ("loader", "gpu_pack", "cpu_pack")}

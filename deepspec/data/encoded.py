@@ -4,6 +4,9 @@ A GPU is sent the stored bytes and decodes them itself, in one pass: half as man
 page-locked memory. On the CPU they are decoded straight into the pack, so no value is copied after it was decoded.
 """
 
+import contextlib
+import math
+import mmap
 from dataclasses import dataclass, replace
 from typing import Callable, Optional, Sequence
 
@@ -12,6 +15,8 @@ from torch import Tensor
 
 from deepspec.data import feature_codec as codecs
 from deepspec.data.batch import FeatureSample, Sample
+
+_LARGE = 8 << 20  # bytes from which on memory is asked for in huge pages
 
 
 @dataclass(frozen=True)
@@ -101,16 +106,30 @@ def join(parts: Sequence[EncodedStates]) -> EncodedStates:
 
 
 def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    first = tensors[0]
-    whole = torch.empty(sum(map(len, tensors)), *first.shape[1:], dtype=first.dtype,
-                        pin_memory=torch.cuda.is_available() and first.numel() > 0)
+    whole = _room((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype)
     return torch.cat(list(tensors), out=whole)
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Not initialised; page-locked if there is a GPU, else in huge pages where the system has them.
+
+    A pack is new memory every time, and to touch it for the first time in pages of 4 kB takes longer than to decode it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.cuda.is_available():
+        return torch.empty(shape, dtype=dtype, pin_memory=size > 0)
+    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def join_decoded(parts: Sequence[EncodedStates]) -> Tensor:
     """``parts`` end to end, decoded in place: [sum of lengths, M*D]."""
     width = parts[0].data.shape[1:].numel()
-    whole = torch.empty(sum(part.length for part in parts), width, dtype=parts[0].dtype)
+    whole = _room((sum(part.length for part in parts), width), parts[0].dtype)
     for part, target in zip(parts, whole.split([part.length for part in parts])):
         part.decode_into(target)
     return whole

@@ -1,5 +1,6 @@
 """Stored states travel undecoded to the device that needs them, and give the same pack as decoding at once."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from test_data_feature_store import HEADER, finish, items, write
 
+from deepspec.data import encoded
 from deepspec.data import feature_codec as codecs
 from deepspec.data.batch import TrainingBatch
 from deepspec.data.collate import collate
@@ -80,3 +82,17 @@ def test_the_path_of_a_gpu_gives_the_numbers_of_the_cpu(codec: str, dtype: torch
     codecs.decode_into(data, scales, codec, here)
     codecs._unscale_whole(data, scales, codec, there)
     assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_room_in_huge_pages_is_a_tensor_like_any_other(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded, "_LARGE", 1)
+    parts = [torch.randint(-9, 9, (rows, 2, 40)).to(torch.float32).to(dtype) for rows in (30, 0, 7)]
+    whole = encoded._concatenated(parts)
+    assert whole.dtype == dtype and whole.is_contiguous() and whole.shape == (37, 2, 40)
+    assert torch.equal(whole.float(), torch.cat([part.float() for part in parts]))
+    kept = whole[3:].clone()
+    view = whole[3:]
+    del whole
+    gc.collect()
+    assert torch.equal(view.float(), kept.float()), "memory lives as long as a view of it"
