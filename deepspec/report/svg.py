@@ -9,6 +9,9 @@ WIDTH, HEIGHT = 520, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 14, 46
 _DASHES = ("", "7 4", "2 3", "9 3 2 3")  # so that lines differ without colour too
 COLOURS = 6
+_OWN_STYLE = ("svg{--s0:#0969b8;--s1:#c4500a;--s2:#11795a;--s3:#9a3f8f;--s4:#8a6d00;--s5:#50626f;background:#fff}"
+              "text{font:14px system-ui,sans-serif;fill:#1b1f24}.grid{stroke:#d0d7de}.axis{stroke:#57606a}"
+              ".ideal{stroke:#57606a;stroke-dasharray:4 4}")
 
 Value = Optional[float]
 
@@ -214,3 +217,20 @@ def _mark(x: _Scale, value: float, interval: Optional[tuple[float, float]], inde
     if not bars:
         parts.append(f'<circle cx="{x(value):.1f}" cy="{at:.1f}" r="5" fill="var(--s{index % COLOURS})"/>')
     return parts + [f'<text x="{end + 8:.1f}" y="{at + 5:.1f}">{number(value)}</text>']
+
+
+def standalone(charts: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
+    """An SVG file of its own: (title, chart) side by side, charts as the functions above return them, ``names`` as the
+    legend below. Charts are ``WIDTH`` x ``HEIGHT``."""
+    parts, top = [], 26
+    for place, (title, chart) in enumerate(charts):
+        inner = chart[chart.index(">") + 1:chart.index("</svg>")]
+        parts.append(f'<g transform="translate({place * WIDTH} {top})">{inner}</g>'
+                     f'<text x="{place * WIDTH + WIDTH / 2:.0f}" y="18" text-anchor="middle">{escape(title)}</text>')
+    for index, name in enumerate(names):
+        left, at = 70 + 170 * index, top + HEIGHT + 12
+        parts.append(f'<line x1="{left}" x2="{left + 28}" y1="{at}" y2="{at}" stroke-width="3" {_style(index)}/>'
+                     f'<text x="{left + 36}" y="{at + 5}">{escape(name)}</text>')
+    size = f'{len(charts) * WIDTH} {top + HEIGHT + 28}'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img"><style>{_OWN_STYLE}</style>'
+            f'{"".join(parts)}</svg>')

@@ -1,6 +1,7 @@
 """Platt, beta and isotonic maps per position, the minimum of samples, domains, and what engines can use."""
 
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from deepspec.decoding.cost import CostTable, ProfileCell
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.planning.validate import validate
+from deepspec.report.confidence import reliability_chart, report_split
+from deepspec.report.svg import WIDTH, standalone
 
 
 def records_of(rate, blocks=12000, length=4, seed=0, domains=("math", "code"), conversations=80):
@@ -231,3 +234,14 @@ def test_folding_without_a_head_is_refused():
     config.stages = ["export"]
     with pytest.raises(ConfigError, match="export.fold_calibration"):
         validate(config)
+
+
+def test_diagrams_make_a_file_of_their_own(calibration):
+    records = records_of(bent)
+    charts = [(f"position {k + 1}", reliability_chart(report_split(records, calibration), calibration, k))
+              for k in (0, 3)]
+    root = ElementTree.fromstring(standalone(charts, ["before", "after < 1"]))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.attrib["viewBox"].split()[2] == str(2 * WIDTH)
+    text = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "position 4" in text and "after < 1" in text
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) == 4
