@@ -27,6 +27,7 @@ from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
 from deepspec.profiling.scheduler import SchedulerFactory, recorded_logits, trusted_cost
 from deepspec.profiling.scheduler import scheduler_factory as make_schedulers
+from deepspec.stages.served import warn_of_another_engine
 from deepspec.training.session import RunSession, load_run
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ def _material(config: Config, session: RunSession) -> tuple[Material, Optional[S
 def run(config: Config) -> None:
     """Evaluate on all ranks and write ``evaluation.json`` and the values behind it on rank 0."""
     session = load_run(config)
+    warn_of_another_engine(config)
     load_confidence(run_dir(config), session.drafter, session.drafter_sha256)
     options, shape, target = config.evaluate, session.drafter.shape, session.target
     material, factory = _material(config, session)

@@ -22,6 +22,7 @@ from deepspec.config.paths import responses_dir  # noqa: E402
 from deepspec.config.schema import Config, TargetConfig, TargetShape  # noqa: E402
 from deepspec.errors import InputRefused, UserError  # noqa: E402
 from deepspec.stages import features, train  # noqa: E402
+from deepspec.stages.served import warn_of_another_engine  # noqa: E402
 from deepspec.training import checkpoint  # noqa: E402
 from deepspec.training.session import load_run  # noqa: E402
 
@@ -94,8 +95,20 @@ def test_served_and_own_hidden_states_train_alike(root: Path, server: FakeServer
     assert losses(root / "online") == pytest.approx(losses(root / "stored"), rel=1e-4)
     assert losses(root / "online") == pytest.approx(losses(root / "live"), rel=1e-4)
     assert os.listdir(root / "shared") == []
+    caplog.clear()
+    warn_of_another_engine(stored)
+    warn_of_another_engine(online)
+    assert not caplog.messages, "nothing was said of quantisation"
     session = load_run(stored)  # the whole target: of the same fingerprint as its head
     assert session.checkpoint == checkpoint.latest(root / "stored")
+
+
+def test_a_quantised_engine_is_remembered(root: Path, server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    config = served_config(root, "fp8", server, store=True)
+    config.features.server.quantization = "fp8"
+    features.run(config)
+    warn_of_another_engine(config)
+    assert "hidden states of vllm serving tiny as fp8; here the target runs in float32" in caplog.text
 
 
 def test_the_layers_of_the_target_are_never_loaded(root: Path, server: FakeServer,
