@@ -10,11 +10,13 @@ from recurrent_cases import ALGORITHMS, DOCUMENTS, Reference, recurrent_drafter,
 from torch import Tensor
 
 from deepspec.config.schema import DrafterConfig, ObjectiveConfig, TargetConfig
-from deepspec.data.batch import TrainingBatch
+from deepspec.data.batch import AnchorBlocks, FeatureSample, Sample, TrainingBatch
+from deepspec.data.collate import collate
 from deepspec.decoding.recurrent import RecurrentDraftState
 from deepspec.drafters import attention, autoregressive
 from deepspec.drafters.autoregressive import AutoregressiveDrafter
 from deepspec.drafters.registry import shape_from
+from deepspec.drafters.warm_start import warm_start
 from deepspec.errors import ConfigError
 from deepspec.objective import drafter_loss, window_weights
 from deepspec.targets.sampling import Sampling
@@ -226,3 +228,51 @@ def test_one_layer_whatever_the_experiment_says() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         built(**changes)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("prompt, answer", [(1, 3), (7, 5)])
+def test_the_end_of_the_prompt_is_taught(algorithm: str, prompt: int, answer: int) -> None:
+    """Counted by hand: anchors are all answer tokens but the last, and the first of them starts at the prompt's end."""
+    model, length = recurrent_drafter(algorithm), prompt + answer
+    generator = torch.Generator().manual_seed(prompt)
+    ids = torch.randint(0, 60, (length,), generator=generator)
+    width = len(model.shape.feature_layers) * 32
+    features = torch.randn(length, width, generator=generator, dtype=torch.float64).requires_grad_()
+    sample = Sample("one", "chat", ids, torch.arange(length) >= prompt)
+    last = torch.randn(length, 32, generator=generator, dtype=torch.float64)
+    batch = collate([FeatureSample(sample, features, last)], num_anchors=99, draft_length=4, seed=0, epoch=0)
+    blocks = batch.blocks
+    assert blocks.anchor_rows.tolist() == list(range(prompt, length - 1))
+    assert int(blocks.mask.sum()) == sum(min(4, length - 1 - anchor) for anchor in range(prompt, length - 1))
+    assert sorted(set(blocks.label_ids[blocks.mask].tolist())) == sorted(set(ids[prompt + 1:].tolist()))
+    (slope,) = torch.autograd.grad(loss_and_value(model, batch), features)
+    touched = (slope.abs().sum(dim=1) > 0).tolist()
+    assert touched == [row <= length - 3 for row in range(length)]  # the last chain starts at anchor length - 2
+    first = replace(batch, blocks=AnchorBlocks(**{
+        name: getattr(blocks, name)[:1] for name in AnchorBlocks.__dataclass_fields__}))
+    (slope,) = torch.autograd.grad(loss_and_value(model, first), features)
+    assert bool(slope[prompt - 1].abs().sum() > 0) and bool((slope[prompt:] == 0).all())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_warm_start_takes_what_fits(algorithm: str) -> None:
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    config = Qwen3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=8, vocab_size=61)
+    layers = [Qwen3DecoderLayer(config, index) for index in range(3)]
+    model = recurrent_drafter(algorithm, torch.float32)
+    assert warm_start(model, layers, torch.full((32,), 1.5)) == 11
+    last, attention_of = layers[-1], model.layer.self_attn
+    assert torch.equal(model.layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(attention_of.q_proj.weight[:, -32:], last.self_attn.q_proj.weight)
+    hidden, _ = model.predict(torch.randn(3, 32))
+    assert torch.isfinite(hidden).all()
+    if algorithm == "eagle3":
+        features = torch.randn(3, 64)
+        assert torch.equal(model.project_context(features), features[:, 32:])
+        assert model.norm.weight.unique().tolist() == [1.5]
+    else:
+        assert torch.equal(model.layer.input_proj.weight[:, :32], torch.eye(32))
