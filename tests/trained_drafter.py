@@ -5,13 +5,18 @@ features of neighbouring layers; these are also taught to say a useless token wh
 id shows.
 """
 
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from deepspec.artifacts import canonical_hash, sha256_file
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest
 from deepspec.doctor.reference import layer_outputs
@@ -68,10 +73,24 @@ def train(drafter: Any, target: Any, texts: Sequence[Tensor], *, steps: int = 30
 
 def make_trained(target: Any, shape: DrafterShape, prompts: Sequence[Sequence[int]], *, tokens: int = 72,
                  steps: int = 300, seed: int = 1) -> Any:
-    """A fresh drafter of ``shape`` trained on the target's greedy answers to ``prompts``."""
+    """A fresh drafter of ``shape`` trained on the target's greedy answers to ``prompts``.
+
+    With DEEPSPEC_TRAINED_DRAFTERS, a folder, its weights are kept there and read the next time.
+    """
     torch.manual_seed(seed)
     drafter = build_drafter(shape, SharedWeights(target.embed_weight, target.lm_head_weight, target.fingerprint))
-    return train(drafter, target, greedy_texts(target, prompts, tokens), steps=steps, seed=seed)
+    recipe = [asdict(shape), [list(prompt) for prompt in prompts], tokens, steps, seed, target.fingerprint,
+              sha256_file(Path(__file__))]
+    folder = os.environ.get("DEEPSPEC_TRAINED_DRAFTERS")
+    kept = Path(folder) / f"{canonical_hash(recipe)[:16]}.safetensors" if folder else None
+    if kept is not None and kept.is_file():
+        drafter.load_state_dict(load_file(kept))
+        return drafter.eval().requires_grad_(False)
+    train(drafter, target, greedy_texts(target, prompts, tokens), steps=steps, seed=seed)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        save_file(drafter.state_dict(), kept)
+    return drafter
 
 
 def prompt_ids(count: int, words: int, seed: int = 3, longest: int = 10) -> list[list[int]]:
@@ -83,7 +102,5 @@ def prompt_ids(count: int, words: int, seed: int = 3, longest: int = 10) -> list
 
 def write_prompts(path: Path, prompts: Sequence[Sequence[int]]) -> Path:
     """A file of prompts whose words ``w<id>`` are single tokens."""
-    import json
-
     path.write_text("".join(json.dumps({"prompt": " ".join(f"w{token}" for token in ids)}) + "\n" for ids in prompts))
     return path

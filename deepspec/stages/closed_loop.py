@@ -33,7 +33,8 @@ from deepspec.evaluation.benchmarks import first_requests, load_benchmark
 from deepspec.evaluation.succession import DecodeOptions, compare_drafters
 from deepspec.stages import calibrate
 from deepspec.stages.pipeline import run_stages
-from deepspec.training.session import load_run
+from deepspec.training.checkpoint import load_drafter
+from deepspec.training.session import chosen_checkpoint, load_run
 
 log = logging.getLogger(__name__)
 LOOP_FILE = "loop.json"
@@ -133,11 +134,12 @@ def examine(config: Config) -> Optional[dict[str, Any]]:
 def compare(before: Config, after: Config) -> dict[str, Any]:
     """Both drafters on the successor's held-out requests."""
     options = after.evaluate
-    old, new = load_run(before), load_run(after)
+    new = load_run(after)
+    old = load_drafter(chosen_checkpoint(before), new.shared, before.export.weights).to(new.drafter.dtype)
     renderer = Renderer(new.target.tokenizer, after.target.thinking, after.target.name)
     benchmark = load_benchmark(BenchmarkConfig(name="requests", path="held_out"), responses_dir(after))
     requests = first_requests(benchmark.conversations, renderer)
-    return compare_drafters(new.target, old.drafter, new.drafter, requests, DecodeOptions(
+    return compare_drafters(new.target, old.requires_grad_(False), new.drafter, requests, DecodeOptions(
         options.temperatures[0], options.batch_size, options.max_new_tokens, options.bootstrap, after.run.seed))
 
 
