@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepspec.decoding.verification import analytic_acceptance
 from deepspec.evaluation.metrics import AcceptanceCounts, conversation_of
 from deepspec.targets.sampling import Sampling, target_probs
 
@@ -110,7 +111,7 @@ def judge(draft: Tensor, target: Tensor, ids: Tensor, stop_ids: Sequence[int]) -
     """Compare distributions ``draft`` and ``target`` [n, V] float32, at tokens ``ids`` [n]."""
     ends = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=draft.device)
     return Judged(
-        rate=torch.minimum(draft, target).sum(dim=-1).clamp_(0.0, 1.0),
+        rate=analytic_acceptance(target, draft),
         draft_at=draft.gather(1, ids[:, None])[:, 0], target_at=target.gather(1, ids[:, None])[:, 0],
         stop=torch.minimum(draft[:, ends], target[:, ends]).sum(dim=-1),
     )
