@@ -23,6 +23,7 @@ from deepspec.targets.sampling import Sampling
 
 EMBEDDING = -1  # the "layer" before the first one
 _BATCH = 16
+_FAR = 1e3  # logits
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,10 @@ def layer_outputs(target: Any, ids: Sequence[int], layers: Sequence[int]) -> dic
 
 @torch.no_grad()
 def greedy_margin(target: Any, ids: Sequence[int], place: int, token: int) -> float:
-    """How much the target prefers its own token at ``place`` to ``token``, in logits; 0 where it agrees."""
+    """How much the target prefers its own token at ``place`` to ``token``, in logits; 0 where it agrees.
+
+    An id that no token of the tokenizer has (padding of the embedding) counts as far off.
+    """
     hidden = target.encode(torch.tensor(list(ids[:place])), [place], features=False).last_hidden[-1:]
     logits = target.logits(hidden)[0]
-    return float(logits.max() - logits[token])
+    return min(float(logits.max() - logits[token]), _FAR)

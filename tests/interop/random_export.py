@@ -14,6 +14,7 @@ from deepspec.export.launch import Origin
 from deepspec.targets.load import load_target
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 6, 128, 4, 2, 32, 1024
+WORDS = 990  # ids below have a token
 MASK = 1000
 SHA = "a" * 64  # stands for the hash of a checkpoint
 
@@ -34,9 +35,10 @@ def save_target(folder: Path, *, tied: bool = False, sharp: float = 1.0) -> Path
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.06)
     if sharp != 1.0:
-        model.get_output_embeddings().weight.data.mul_(sharp)
+        head = model.get_output_embeddings().weight.data.mul_(sharp)
+        head[WORDS:] = 0.0  # ids without a token, which we never propose and an engine would
     model.save_pretrained(folder)
-    vocabulary = {"<unk>": 0, "<pad>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, 990)}
+    vocabulary = {"<unk>": 0, "<pad>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(

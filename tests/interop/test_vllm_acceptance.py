@@ -16,7 +16,7 @@ from random_export import export_model, make_config, save_target
 from test_vllm import PYTHON, serve, speculative_config
 
 from deepspec.decoding.decoder import SpeculativeDecoder
-from deepspec.decoding.types import DecodeRequest, RoundRecord
+from deepspec.decoding.types import DecodeRequest, DecodeResult, RoundRecord
 from deepspec.drafters.registry import shape_from
 from deepspec.drafters.sequential import sample_block
 from deepspec.export.load import load_exported
@@ -60,13 +60,18 @@ def trained(request: pytest.FixtureRequest, target_folder: Path, tmp_path_factor
     return Trained(target, target_folder, export_model(config, target, drafter))
 
 
-def ours(case: Trained, temperature: float, seed: int = 0, tokens: int = TOKENS) -> list[RoundRecord]:
-    """Rounds of our decoder with the exported drafter, end-of-turn tokens ignored."""
+def decoded(case: Trained, temperature: float, seed: int = 0, tokens: int = TOKENS) -> list[DecodeResult]:
+    """Answers of our decoder with the exported drafter, end-of-turn tokens ignored."""
     drafter, _ = load_exported(case.export)
     decoder = SpeculativeDecoder(case.target, drafter, Sampling(temperature=temperature, seed=seed),
                                  batch_size=len(PROMPTS), max_new_tokens=tokens, ignore_eos=True)
     requests = [DecodeRequest(str(number), tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
-    return [item for result in decoder.decode(requests) for item in result.rounds]
+    return sorted(decoder.decode(requests), key=lambda result: int(result.id))
+
+
+def ours(case: Trained, temperature: float, seed: int = 0, tokens: int = TOKENS) -> list[RoundRecord]:
+    """Rounds of ``decoded``."""
+    return [item for result in decoded(case, temperature, seed, tokens) for item in result.rounds]
 
 
 def length(rounds: list[RoundRecord]) -> float:
@@ -95,9 +100,11 @@ def edited(case: Trained, place: Path, **changes: Any) -> Path:
 def test_greedy_output_and_acceptance(trained: Trained, tmp_path: Path) -> None:
     """Also with one layer id too high, which costs what it should."""
     report = served(trained, trained.export, alone=True)
-    mine = length(ours(trained, 0.0))
+    results = decoded(trained, 0.0)
+    mine = length([item for result in results for item in result.rounds])
     print(f"acceptance length: vLLM {report['acceptance_length']:.4f} ({report['rounds']} rounds), ours {mine:.4f}")
-    assert report["greedy_equal"] and mine > 1.5
+    assert report["greedy_equal"] and report["tokens"] == [list(result.token_ids) for result in results]
+    assert mine > 1.5
     assert abs(report["acceptance_length"] - mine) <= 0.02
     config = json.loads((trained.export / "config.json").read_text())
     wrong = {key: [layer + 1 for layer in config[key]] for key in (
