@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/scheduled_decoding.py runs/tiny 1 4 16 32
 
 The profile is measured here, the three ways take turns on the same prompts, and times are CPU seconds of this process,
-so that other jobs on the machine disturb little. Answers all have the same length (end-of-turn tokens do not stop them),
+so that other jobs on the machine disturb little. Answers have one length (end-of-turn tokens do not stop them),
 or chance in their lengths would decide. Prints one JSON line: per batch size tokens per CPU second of each way
 (median of the repeats), and ``ratio``: scheduled against the better of the other two.
 """
@@ -30,7 +30,7 @@ from deepspec.decoding.types import DecodeRequest
 from deepspec.profiling.measure import Measurement, grid, measure
 from deepspec.profiling.runner import DecoderRunner
 from deepspec.profiling.scheduler import recorded_logits, scheduler_factory
-from deepspec.stages.confidence import held_out_requests
+from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession, load_run
 

@@ -35,7 +35,7 @@ from deepspec.simulation.engine import Limits, simulate
 from deepspec.simulation.subjects import Subject
 from deepspec.simulation.traces import Traces, traces_of
 from deepspec.simulation.workload import Workload, draw
-from deepspec.stages.confidence import held_out_requests
+from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession
 

@@ -43,6 +43,7 @@ class SimulateConfig:
     requests: int = 96  # of each simulation
     policies: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled"])  # and asynchronous
     domain_mix: dict[str, float] = field(default_factory=dict)  # weight of each domain; empty: as recorded
+    prompt_tokens: Optional[int] = None  # of every prompt; null: as recorded
     answer_tokens: Optional[int] = None  # of every answer; null: as recorded
     max_concurrent: int = 256  # requests the engine runs at a time; others wait
     kv_tokens: Optional[int] = None  # prompt and answer tokens its cache holds; null: no limit

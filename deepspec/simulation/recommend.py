@@ -6,7 +6,7 @@ from typing import Any, Optional, Sequence
 from deepspec.config.schema import SchedulerConfig, SimulateConfig
 from deepspec.decoding.modes import SCHEDULED
 from deepspec.simulation.subjects import Subject
-from deepspec.simulation.sweep import Point, run_point
+from deepspec.simulation.sweep import Point, closed_loop, run_point
 from deepspec.simulation.workload import Workload
 
 _WORTH = 0.02  # a gain below this share does not justify a longer block or a scheduler
@@ -104,7 +104,7 @@ def recommend(subjects: Sequence[Subject], config: SimulateConfig, scheduler: Sc
     result = []
     promised = config.min_tokens_per_second_per_user
     for users in sorted(set(config.concurrency)):
-        load = Workload(max(config.requests, 3 * users), users, None, dict(config.domain_mix), config.answer_tokens)
+        load = closed_loop(config, users)
         found = [item for place, subject in enumerate(subjects)
                  for item in _candidates(subject, load, config, scheduler, seed, place == 0)]
         keeping = [item for item in found if item[0].tokens_per_second_per_user >= promised]

@@ -59,12 +59,21 @@ def _point(subject: Subject, policy: Policy, load: Workload, outcome: Outcome) -
         extrapolated=outcome.largest_batch > subject.costs.largest_requests)
 
 
+def _shared(config: SimulateConfig) -> dict[str, Any]:
+    return {"domain_mix": dict(config.domain_mix), "answer_tokens": config.answer_tokens,
+            "prompt_tokens": config.prompt_tokens}
+
+
+def closed_loop(config: SimulateConfig, users: int) -> Workload:
+    """``users`` with one request in flight each, at least three requests for everyone."""
+    return Workload(max(config.requests, 3 * users), users, **_shared(config))
+
+
 def loads_of(config: SimulateConfig) -> list[Workload]:
     """Closed loops by concurrency, then open ones by rate."""
-    shared: dict[str, Any] = {"domain_mix": dict(config.domain_mix), "answer_tokens": config.answer_tokens}
-    closed = [Workload(max(config.requests, 3 * users), users, **shared) for users in sorted(set(config.concurrency))]
-    return closed + [Workload(config.requests, config.max_concurrent, rate, **shared)
-                     for rate in sorted(set(config.arrival_rates))]
+    return [closed_loop(config, users) for users in sorted(set(config.concurrency))] + [
+        Workload(config.requests, config.max_concurrent, rate, **_shared(config))
+        for rate in sorted(set(config.arrival_rates))]
 
 
 def run_point(subject: Subject, policy: Policy, load: Workload, config: SimulateConfig, seed: int) -> Point:

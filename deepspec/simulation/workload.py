@@ -48,6 +48,7 @@ class Workload:
     rate: Optional[float] = None
     domain_mix: Mapping[str, float] = field(default_factory=dict)  # weights; empty: as recorded
     answer_tokens: Optional[int] = None  # of every answer; None: as recorded
+    prompt_tokens: Optional[int] = None  # of every prompt; None: as recorded
 
 
 def domain_weights(traces: Traces, mix: Mapping[str, float]) -> dict[str, float]:
@@ -80,12 +81,13 @@ def draw(traces: Traces, workload: Workload, random: np.random.Generator) -> lis
     gaps = np.zeros(len(chosen))
     if workload.rate is not None:
         gaps = random.exponential(1.0 / workload.rate, len(chosen))
-    return requests_of(traces, [chosen[index] for index in order], np.cumsum(gaps), workload.answer_tokens)
+    return requests_of(traces, [chosen[index] for index in order], np.cumsum(gaps), workload.answer_tokens,
+                       workload.prompt_tokens)
 
 
 def requests_of(traces: Traces, conversations: Sequence[int], arrivals: Sequence[float],
-                answer_tokens: Optional[int] = None) -> list[SimulatedRequest]:
+                answer_tokens: Optional[int] = None, prompt_tokens: Optional[int] = None) -> list[SimulatedRequest]:
     """Requests that follow ``conversations`` and arrive at ``arrivals``."""
-    return [SimulatedRequest(float(arrival), int(index), int(traces.prompt_tokens[index]),
+    return [SimulatedRequest(float(arrival), int(index), int(prompt_tokens or traces.prompt_tokens[index]),
                              int(answer_tokens or traces.answer_tokens[index]))
             for index, arrival in zip(conversations, arrivals)]

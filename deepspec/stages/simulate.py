@@ -21,7 +21,7 @@ from deepspec.simulation.recommend import Recommendation, as_json, recommend
 from deepspec.simulation.subjects import TRACES_FILE, Subject, calibrated, other_subject, read_profile_header
 from deepspec.simulation.sweep import Point, loads_of, sweep
 from deepspec.simulation.traces import Traces, traces_from_records, traces_of
-from deepspec.stages.confidence import held_out_requests
+from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.checkpoint import drafter_sha256
 from deepspec.training.session import chosen_checkpoint, load_run
@@ -44,14 +44,23 @@ def own_traces(config: Config, sha256: str) -> Traces:
             log.info("%s", error)
     records = run_dir(config) / "confidence" / "records.npz"
     if records.is_file():
-        lengths = {row.id: len(row.turns[0].prompt_ids) for row in read_responses(responses_dir(config), "held_out")}
         traces = traces_from_records(ConfidenceRecords.load(
-            records, block_length=draft_length(config.drafter), drafter_sha256=sha256), lengths)
+            records, block_length=draft_length(config.drafter), drafter_sha256=sha256), _prompt_lengths(config))
     else:
         traces = decode_traces(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     traces.save(path)
     return traces
+
+
+def _prompt_lengths(config: Config) -> dict[str, int]:
+    """Tokens of the held-out prompts; empty, with a warning, where the responses are not at hand."""
+    try:
+        return {row.id: len(row.turns[0].prompt_ids) for row in read_responses(responses_dir(config), "held_out")}
+    except (InputRefused, OSError) as error:
+        log.warning("the lengths of prompts are unknown (%s): give simulate.prompt_tokens, or their forwards count as "
+                    "those of one token", error)
+        return {}
 
 
 def decode_traces(config: Config) -> Traces:
@@ -60,7 +69,8 @@ def decode_traces(config: Config) -> Traces:
     decoder = SpeculativeDecoder(
         session.target, session.drafter, Sampling(temperature=options.temperature, seed=config.run.seed + _SEED_OFFSET),
         batch_size=options.batch_size, max_new_tokens=options.max_new_tokens, mode="fixed")
-    results = list(decoder.decode(held_out_requests(config, options.max_prompts)))
+    results = list(decoder.decode(held_out_requests(config, options.max_prompts,
+                                                    session.target.tokenizer)))
     return traces_of(results, session.drafter.shape.draft_length, drafter_sha256=session.drafter_sha256,
                      sampling_temperature=options.temperature)
 

@@ -1,4 +1,4 @@
-"""Profiles of servers, replayed: replies in the shape SGLang 0.5.23 and vLLM 0.32 give them, and what must be refused."""
+"""Profiles of servers, replayed in the shape SGLang 0.5.23 and vLLM 0.32 reply, and what must be refused."""
 
 import json
 import threading
