@@ -12,8 +12,9 @@ import netrc
 import os
 import queue
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional, Sequence
 from urllib.parse import urlparse
 
 from deepspec import distributed
@@ -60,6 +61,18 @@ def without_secrets(value: Any) -> Any:
     return [without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+@dataclass(frozen=True)
+class ArtifactFiles:
+    """One artifact: ``files`` are stored, ``references`` only pointed to, as large things are."""
+
+    name: str
+    type: str
+    files: tuple[Path, ...] = ()
+    references: tuple[Path, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
 class Tracker:
     """Same calls on every rank and in every mode; only global rank 0 with tracking on does anything."""
 
@@ -70,6 +83,7 @@ class Tracker:
         self._thread: Optional[threading.Thread] = None
         self._warned = False
         self._timeout = 0.0
+        self._offline = True
 
     @staticmethod
     def start(config: Mapping[str, Any], tracking: TrackingConfig, run_name: str, run_dir: Path, job_type: str,
@@ -84,6 +98,7 @@ class Tracker:
         if mode == "disabled" or distributed.rank() != 0:
             return tracker
         tracker._timeout = tracking.timeout_seconds
+        tracker._offline = mode == "offline"
         options = {
             "project": tracking.project, "entity": tracking.entity, "group": tracking.group or run_name,
             "job_type": job_type, "name": f"{run_name}-{job_type}", "tags": list(tracking.tags) or None,
@@ -105,6 +120,37 @@ class Tracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Final figures of the run."""
         self._submit(lambda: self._run.summary.update(dict(values)))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A long-form table, one row a value, so that runs can be joined in the browser."""
+        def send() -> None:
+            import wandb
+
+            self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+        self._submit(send)
+
+    def artifact(self, item: "ArtifactFiles", inputs: Sequence[str] = ()) -> None:
+        """Log ``item`` as made from the artifacts named by ``inputs``.
+
+        What is used can be looked up online only; ``config.inputs`` has the names always.
+        """
+        def send() -> None:
+            self._run.config.update({"inputs": list(inputs)}, allow_val_change=True)
+            if not self._offline:
+                for name in inputs:
+                    self._use(name)
+            self._run.log_artifact(_wandb_artifact(item), aliases=["latest", *item.aliases])
+
+        self._submit(send)
+
+    def _use(self, name: str) -> None:
+        import wandb
+
+        try:
+            self._run.use_artifact(f"{name}:latest")
+        except (wandb.errors.CommError, ValueError):  # made elsewhere, or before tracking was on
+            logger.debug("W&B has no artifact %s", name)
 
     def finish(self, failed: bool = False) -> None:
         """Close the run; the wait for the upload is bounded. Safe to call twice."""
@@ -145,6 +191,17 @@ class Tracker:
         if not self._warned:
             self._warned = True
             logger.warning("W&B tracking is off (%s). Training goes on; metrics.jsonl has every row.", reason)
+
+
+def _wandb_artifact(item: ArtifactFiles) -> Any:
+    import wandb
+
+    made = wandb.Artifact(item.name, type=item.type, metadata=dict(item.metadata))
+    for path in item.files:
+        made.add_file(str(path), name=path.name)
+    for path in item.references:
+        made.add_reference(path.resolve().as_uri(), name=path.name, checksum=False)
+    return made
 
 
 def _init(options: dict[str, Any], timeout: float) -> Any:

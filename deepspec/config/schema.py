@@ -173,6 +173,7 @@ class TrackingConfig:
     group: Optional[str] = None  # null: the run name
     tags: list[str] = field(default_factory=list)
     timeout_seconds: float = 30.0
+    upload_drafter: bool = False  # true: the exported weights are stored there; false: referenced where they lie
 
 
 @dataclass

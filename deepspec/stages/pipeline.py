@@ -5,6 +5,7 @@ import fcntl
 import importlib
 import json
 import logging
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from deepspec.data.prompt_sources import FILE_KINDS
 from deepspec.errors import InputRefused
 from deepspec.profiling.files import hardware
 from deepspec.stages.division import divided
+from deepspec.stages.tracked import track_stage
 from deepspec.training.identity import start_hash
 
 log = logging.getLogger(__name__)
@@ -240,5 +242,6 @@ def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
     if distributed.rank() == 0:
         _record(config, stage, status="complete", fingerprint=fingerprint(config, stage), seconds=round(seconds, 2),
                 outputs=output_hashes(config, stage))
+        track_stage(config, stage, os.environ)
     log.info("%-10s done in %.1f s", stage, seconds)
     distributed.barrier()

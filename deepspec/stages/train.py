@@ -18,6 +18,7 @@ from deepspec.errors import ConfigError, InputRefused
 from deepspec.stages.confidence import held_out_requests
 from deepspec.stages.division import begin_training
 from deepspec.stages.feature_sources import Target, load_data, needs_head_only, needs_whole_target
+from deepspec.stages.tracked import read_result
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.head import load_head
 from deepspec.targets.load import load_target
@@ -43,6 +44,10 @@ def run(config: Config) -> None:
     failed = True
     try:
         result = train(config, tracker)
+        if distributed.rank() == 0:
+            left = read_result(config, "train")
+            if left.artifact is not None:
+                tracker.artifact(left.artifact, left.inputs)
         failed = False
     finally:
         tracker.finish(failed)
