@@ -4,7 +4,7 @@
 
 Names: run (directory with confidence/records.npz), records (another file of them), refit (share of conversations left
 out because the head was refitted on them; default: what calibration.json says), bootstrap, svg (file to draw the
-reliability diagrams of the first, middle and last position into).
+reliability diagrams of the first, second and middle position into).
 
 Prints one JSON line: per form of the confidence the mean ECE over positions and its noise floor, the excess over the
 floor before and after temperatures with 95 % intervals over conversations, and the share removed. Enough blocks for it
@@ -32,7 +32,7 @@ def draw(path: Path, records: ConfidenceRecords, result: Calibration) -> None:
     """Reliability diagrams (Fig. 6) as one SVG file."""
     report, last = report_split(records, result), result.block_size - 1
     charts = []
-    for k in sorted({0, last // 2, last}):
+    for k in sorted({0, min(1, last), last // 2}):
         title = (f"through position {k + 1}: ECE {result.ece_before[k]:.3f} before, {result.ece_after[k]:.3f} after, "
                  f"floor {result.ece_noise_floor[k]:.3f}")
         charts.append((title, reliability_chart(report, result, k)))

@@ -46,6 +46,14 @@ def save_head(path: str | PathLike[str], head: LinearHead) -> None:
     atomic_write_bytes(path, save(tensors, metadata={"format": "pt"}))
 
 
+def head_in_use(run_dir: str | PathLike[str], drafter_sha256: str) -> str:
+    """Which confidence head a run evaluates and exports with these weights: joint, or refit where that was chosen."""
+    manifest = read_manifest(Path(run_dir) / CONFIDENCE_DIR)
+    if manifest is None or manifest.status != "complete" or manifest.facts.get("drafter_sha256") != drafter_sha256:
+        return "joint"
+    return "refit" if manifest.facts.get("chosen") == "refit" else "joint"
+
+
 def load_confidence(run_dir: str | PathLike[str], drafter: Any, drafter_sha256: str) -> bool:
     """Put the refitted confidence head of a run in place, if the run has one and chose it.
 

@@ -9,6 +9,7 @@ from deepspec.artifacts import atomic_write_json
 from deepspec.calibration import Calibration, ConfidenceRecords, calibrate
 from deepspec.calibration.drift import drift_report, lines
 from deepspec.calibration.fit import split
+from deepspec.calibration.head import head_in_use
 from deepspec.calibration.imports import load_records
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config, draft_length
@@ -26,8 +27,8 @@ def run(config: Config) -> None:
     With ``calibration.records`` these take the place of the run's own: they are first compared with what the
     calibration in place measured (``drift.json``), then fitted, unless ``calibration.recalibrate=false``.
 
-    Raises InputRefused when the records are missing, would bias the fit, or belong to another drafter, block length,
-    thinking mode or temperature.
+    Raises InputRefused when the records are missing, would bias the fit, or belong to another drafter, confidence head,
+    block length, thinking mode or temperature.
     """
     if not config.drafter.confidence_head:
         log.info("this drafter has no confidence head: nothing to calibrate")
@@ -35,9 +36,10 @@ def run(config: Config) -> None:
     if distributed.rank() != 0:
         return
     directory = run_dir(config)
-    expected = {"block_length": draft_length(config.drafter),
-                "drafter_sha256": drafter_sha256(chosen_checkpoint(config), config.export.weights),
-                "sampling_temperature": config.confidence.temperature, "thinking": config.target.thinking}
+    sha256 = drafter_sha256(chosen_checkpoint(config), config.export.weights)
+    expected = {"block_length": draft_length(config.drafter), "drafter_sha256": sha256,
+                "confidence_head": head_in_use(directory, sha256), "thinking": config.target.thinking,
+                "sampling_temperature": config.confidence.temperature}
     own = directory / "confidence" / "records.npz"
     if config.calibration.records is None:
         records = ConfidenceRecords.load(own, **expected)

@@ -19,7 +19,8 @@ from deepspec.stages import calibrate as stage
 
 SHA = "d" * 64
 LENGTH = 4
-EXPECTED = {"block_length": LENGTH, "drafter_sha256": SHA, "sampling_temperature": 1.0, "thinking": False}
+EXPECTED = {"block_length": LENGTH, "drafter_sha256": SHA, "sampling_temperature": 1.0, "thinking": False,
+            "confidence_head": "joint"}
 
 
 def records_of(scale=1.0, shift=0.0, blocks=8000, seed=0, conversations=80, temperature=1.0, **origin):
@@ -57,7 +58,7 @@ def test_lines_and_npz_come_back_as_they_were(tmp_path):
 @pytest.mark.parametrize("field, value, reason", [
     ("verification", "scheduled", "a scheduler chose"), ("temperatures", [1.0, 1.2, 1.0, 1.0], "applied"),
     ("drafter_sha256", "e" * 64, "another drafter"), ("sampling_temperature", 0.6, "other settings"),
-    ("thinking", True, "other settings"),
+    ("thinking", True, "other settings"), ("confidence_head", "refit", "other settings"),
 ])
 @pytest.mark.parametrize("name", ["r.jsonl", "r.npz"])
 def test_records_that_would_bias_the_fit_are_refused_by_name(tmp_path, field, value, reason, name):
@@ -223,6 +224,15 @@ def test_stage_reports_drift_and_recalibrates_on_service(run, tmp_path, caplog):
     assert second.source == "vllm" and second.temperatures[0] < 0.8 < first.temperatures[0]
     stage.run(run)  # against the new one there is nothing left to do
     assert json.loads((tmp_path / "drift.json").read_text())["verdict"]["action"] == "none"
+
+
+def test_records_of_the_head_that_is_not_in_use_are_refused(run, tmp_path):
+    from deepspec.artifacts import begin, complete
+
+    manifest = begin(tmp_path / "confidence", "confidence", "f", facts={"drafter_sha256": SHA, "chosen": "refit"})
+    complete(tmp_path / "confidence", manifest, ["records.npz"])
+    with pytest.raises(InputRefused, match="confidence_head is 'joint', needed is 'refit'"):
+        stage.run(run)
 
 
 def test_records_of_service_need_no_records_of_the_run():
