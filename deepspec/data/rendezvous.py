@@ -4,17 +4,18 @@ Answers and features take hours and ranks finish at different times; a collectiv
 timeout (minutes), and a wait inside one shows nothing.
 """
 
+import fcntl
 import json
 import logging
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import IO, Any, Callable, Optional
 
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json
-from deepspec.errors import UserError
+from deepspec.errors import InputRefused, UserError
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +26,22 @@ _LOST_SECONDS = 120.0  # without a sign of life; a launcher without ssh does not
 
 
 class Rendezvous:
-    """One meeting of all ranks in ``directory``, which they share."""
+    """One meeting of all ranks in ``directory``, which they share and no other job may use meanwhile."""
 
     def __init__(self, directory: os.PathLike | str, name: str) -> None:
         self._directory, self._name = Path(directory), name
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self._done = threading.Event()
+        self._lock: Optional[IO[str]] = None  # held by rank 0; the end of the process ends it, too
 
     def start(self, prepare: Optional[Callable[[], Any]] = None) -> None:
-        """Remove what this rank left of an earlier run, call ``prepare``, then let all ranks begin together."""
+        """Remove what this rank left of an earlier run, call ``prepare``, then let all ranks begin together.
+
+        Raises InputRefused when another job has a meeting of this name there.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            self._claim()
         if self.world_size > 1:
             distributed.init()
         for path in self._directory.glob(f".{self._name}-*.done"):
@@ -62,6 +69,20 @@ class Rendezvous:
         self._done.set()
         for path in (self._marker(self.rank), self._alive(self.rank)):
             path.unlink(missing_ok=True)
+        if self._lock is not None:
+            Path(self._lock.name).unlink(missing_ok=True)
+            self._lock.close()
+
+    def _claim(self) -> None:
+        self._lock = open(self._directory / f".{self._name}.lock", "w", encoding="utf-8")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process, whatever else it opens
+        except (BlockingIOError, PermissionError):
+            self._lock.close()
+            raise InputRefused(f"{self._name}: another job is writing to {self._directory}. Wait until it has ended; "
+                               "what it has finished by then is not made again.") from None
+        except OSError as error:  # a file system without locks
+            log.debug("%s cannot be locked (%s)", self._directory, error)
 
     def _beat(self) -> None:
         while not self._done.wait(_BEAT_SECONDS):

@@ -105,9 +105,8 @@ def plan_store(config: Config, target: FrozenTarget | TargetHead,
 def open_store(build: StoreBuild) -> Rendezvous:
     """Begin or continue a store: disk checked, manifest written, shards that are not whole removed. Collective."""
     meeting = Rendezvous(build.directory, "features")
-    if meeting.rank == 0:
-        _begin(build)
-    meeting.start(lambda: _prepare(build.directory, build.header, meeting))
+    needed = _checked_bytes(build) if meeting.rank == 0 else 0
+    meeting.start(lambda: _prepare(build, meeting, needed))
     return meeting
 
 
@@ -159,21 +158,28 @@ def _header(config: Config, target: FrozenTarget | TargetHead, responses: artifa
     )
 
 
-def _begin(build: StoreBuild) -> None:
+def _checked_bytes(build: StoreBuild) -> int:
+    """Bytes of the whole store, for which there is room."""
     directory, header, work = build.directory, build.header, build.work
     needed = estimate_bytes(header, chain.from_iterable(work.sets.values()))
     there = sum(path.stat().st_size for path in directory.glob("shard-*.bin")) if directory.exists() else 0
     log.info("features: %d samples, %s", len(work), describe_estimate(header, needed))
     require_disk(directory, max(0, needed - there))
-    artifacts.begin(directory, PRODUCER, build.fingerprint, inputs={"responses": build.responses.fingerprint},
+    return needed
+
+
+def _begin(build: StoreBuild, needed: int) -> None:
+    artifacts.begin(build.directory, PRODUCER, build.fingerprint, inputs={"responses": build.responses.fingerprint},
                     seed=build.config.run.seed, config=paths.features_key(build.config),
-                    facts={"header": asdict(header), "estimated_bytes": needed}
+                    facts={"header": asdict(build.header), "estimated_bytes": needed}
                     | ({"served": build.served} if build.served else {}))
 
 
-def _prepare(directory: Path, header: StoreHeader, meeting: Rendezvous) -> None:
-    clean_shards(directory, header, rank=meeting.rank, world_size=meeting.world_size)
-    for path in directory.glob("quarantine-*.jsonl"):
+def _prepare(build: StoreBuild, meeting: Rendezvous, needed: int) -> None:
+    if meeting.rank == 0:
+        _begin(build, needed)
+    clean_shards(build.directory, build.header, rank=meeting.rank, world_size=meeting.world_size)
+    for path in build.directory.glob("quarantine-*.jsonl"):
         if int(path.stem.split("-")[-1]) % meeting.world_size == meeting.rank:
             path.unlink(missing_ok=True)
 

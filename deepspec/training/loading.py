@@ -107,9 +107,7 @@ class Loader:
                 if window is None:
                     break
                 known.append(window)
-                for step in window.steps if hasattr(source, "announce") else ():
-                    if not step.weightless:
-                        source.announce(step.indices)
+                self._packer.announce(window.steps)
             if not known:
                 return
             yield known.popleft()

@@ -144,6 +144,13 @@ class Packer:
             total = Denominators(total.ce + part.ce, total.tv + part.tv, total.confidence + part.confidence)
         return total
 
+    def announce(self, steps: Sequence[MicroStep]) -> None:
+        """Tell a source that wants to know which packs ``pack`` will be asked for next."""
+        if hasattr(self.source, "announce"):
+            for step in steps:
+                if not step.weightless:
+                    self.source.announce(step.indices)
+
     def packs(self, window: Window) -> Iterator[TrainingBatch]:
         """The packs of this rank in order."""
         return (self.pack(step, window.epoch) for step in window.steps)

@@ -85,6 +85,7 @@ class Validator:
     def _measure(self, engine: Any, domain_of: dict[int, str], names: Iterable[str]) -> Sums:
         steps = micro_steps(list(self.indices), rank=distributed.rank(), world_size=distributed.world_size(),
                             micro_batch_size=1)
+        self.packer.announce(steps)
         sums = Sums()
         for step in steps:
             batch = to_device(self.packer.pack(step, EPOCH), distributed.device())

@@ -1,11 +1,13 @@
 """Ranks that meet through files: a rank that has died ends the wait of the others."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from deepspec.data.rendezvous import Rendezvous
-from deepspec.errors import UserError
+from deepspec.errors import InputRefused, UserError
 
 
 def pair(directory) -> tuple[Rendezvous, Rendezvous]:
@@ -58,3 +60,17 @@ def test_signs_of_life_are_written_and_removed(tmp_path, monkeypatch):
     assert one._last_beat(0) > 1
     one.end()
     assert not one._alive(0).exists() and not list(tmp_path.iterdir())
+
+
+def test_another_job_in_the_same_folder_is_refused(tmp_path):
+    code = ("import sys; from deepspec.data.rendezvous import Rendezvous; Rendezvous(sys.argv[1], 'work').start(); "
+            "print('in', flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as other:
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(InputRefused, match="another job is writing to"):
+            Rendezvous(tmp_path, "work").start()
+        Rendezvous(tmp_path, "other work").start()
+        other.kill()
+        other.wait()
+    Rendezvous(tmp_path, "work").start()  # a killed job holds nothing
