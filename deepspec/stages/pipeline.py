@@ -76,7 +76,9 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
         "train": training,
         "confidence": {"confidence": values["confidence"], "files": _files([config.confidence.prompts])} | {
-            name: values["calibration"][name] for name in ("fit_fraction", "num_bins", "bootstrap")},
+            name: values["calibration"][name] for name in (
+                "fit_fraction", "num_bins", "bootstrap", "grid_min", "grid_max", "grid_points", "min_samples",
+                "noise_guard")},
         "calibrate": values["calibration"] | {"files": _records_files(config)},
         "profile": values["profile"] | {"hardware": hardware()},
         "evaluate": values["evaluate"] | {"files": _benchmark_files(config), "scheduler": values["scheduler"]},
