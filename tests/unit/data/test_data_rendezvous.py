@@ -63,8 +63,8 @@ def test_signs_of_life_are_written_and_removed(tmp_path, monkeypatch):
 
 
 def test_another_job_in_the_same_folder_is_refused(tmp_path):
-    code = ("import sys; from deepspec.data.rendezvous import Rendezvous; Rendezvous(sys.argv[1], 'work').start(); "
-            "print('in', flush=True); sys.stdin.read()")
+    code = ("import sys; from deepspec.data.rendezvous import Rendezvous; one = Rendezvous(sys.argv[1], 'work'); "
+            "one.start(); print('in', flush=True); sys.stdin.read()")
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as other:
         assert other.stdout.readline() == "in\n"
