@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from deepspec.config.compose import CONF_DIR, compose_config
+from deepspec.config.sweeping import read_command
 from deepspec.data.features.__main__ import _parser
 from deepspec.planning.validate import validate
+from deepspec.runs.__main__ import _parser as runs_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
 SCRIPTS = {path.stem: path for folder in ("launch", "data_prep") for path in (ROOT / folder).glob("*.py")}
 SCRIPT = r"(launch|data_prep)/\w+\.py"
 STORES = "deepspec.data.features"
+RUNS = "deepspec.runs"
 
 
 def commands(page: Path) -> list[str]:
@@ -41,9 +44,14 @@ def check(line: str) -> None:
         assert (ROOT / found[module].replace(".", "/")).exists(), found[module]
         if found[module] == STORES:
             _parser().parse_args(found[module + 1:])
+        elif found[module] == RUNS:
+            runs_parser().parse_args(found[module + 1:])
         return
     script = SCRIPTS[Path(found[place]).stem]
     assert script == ROOT / found[place], found[place]
+    if script.stem == "sweep":
+        read_command(found[place + 1:], {})
+        return
     options = [word for word in found[place + 1:] if word != "-m"]
     name = script.stem if (CONF_DIR / f"{script.stem}.yaml").exists() else "train_drafter"
     if not any(option.startswith("+experiment") for option in options):
