@@ -14,14 +14,14 @@ from deepspec import distributed
 from deepspec.artifacts import atomic_write_json, begin, canonical_hash, complete
 from deepspec.calibration import (
     ConfidenceRecords, RecordsOrigin, auc, brier, fit_temperatures, sigmoid, split_conversations,
-    survival_probability,
+    survival_probability, temperature_grid,
 )
 from deepspec.calibration.compare import compare_heads
 from deepspec.calibration.fit import cumulative_ece
 from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tensors, read_head, save_head, set_head
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
 from deepspec.config.paths import responses_dir, run_dir
-from deepspec.config.schema import Config
+from deepspec.config.schema import CalibrationConfig, Config
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest, DecodeResult
 from deepspec.errors import InputRefused
@@ -128,14 +128,17 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     return records.select(np.argsort(records.conversation, kind="stable"))
 
 
-def measure(fit: ConfidenceRecords, report: ConfidenceRecords, num_bins: int) -> dict[str, list[Optional[float]]]:
+def measure(fit: ConfidenceRecords, report: ConfidenceRecords, options: CalibrationConfig) -> dict[str, list[Optional[float]]]:
     """Per position on the report part, undefined values None.
 
     ``auc`` among blocks that reached the position; ``brier`` and ``ece`` of the cumulative product against "survived
     through k"; ``ece_scaled`` the same ECE after temperatures fitted on the fit part.
     """
     survival = survival_probability(sigmoid(report.logits))
-    scaling = fit_temperatures(fit.logits, fit.accepted, fit.drafted, num_bins=num_bins, warn=False)
+    num_bins = options.num_bins
+    grid = temperature_grid(options.grid_min, options.grid_max, options.grid_points)
+    scaling = fit_temperatures(fit.logits, fit.accepted, fit.drafted, grid=grid, num_bins=num_bins, warn=False,
+                               min_samples=options.min_samples, noise_guard=options.noise_guard)
     columns: dict[str, list[float]] = {
         "ece": cumulative_ece(report, 1.0, num_bins),
         "ece_scaled": cumulative_ece(report, scaling.temperatures, num_bins), "brier": [], "auc": [],
@@ -172,7 +175,7 @@ def choose_head(records: ConfidenceRecords, joint: LinearHead,
         "domains": {str(name): int(count) for name, count in zip(names, counts)}, "temperature": options.temperature,
         "blocks_per_split": {name: int((part == name).sum()) for name in ("refit", "fit", "report")},
         "chosen": "joint", "rule": RULE if options.refit else "no refit was asked for",
-        "joint": measure(fit, report, bins), "refit": None, **_rates(records),
+        "joint": measure(fit, report, config.calibration), "refit": None, **_rates(records),
     }
     if not options.refit or records.inputs is None:
         return records, None, summary
@@ -182,7 +185,8 @@ def choose_head(records: ConfidenceRecords, joint: LinearHead,
     values = {name: value for name, value in asdict(result).items() if name not in ("head", "chosen")}
     summary |= {
         "chosen": result.chosen,
-        "refit": measure(rescored.select(part == "fit"), rescored.select(part == "report"), bins),
+        "refit": measure(rescored.select(part == "fit"), rescored.select(part == "report"),
+                         config.calibration),
         "comparison": compare_heads(report, report.logits, rescored.logits[part == "report"], num_bins=bins,
                                     draws=config.calibration.bootstrap, seed=config.run.seed) if len(report) else None,
         "validation": {name: None if isinstance(value, float) and not np.isfinite(value) else value
