@@ -203,7 +203,7 @@ class CalibrationConfig:
     compare: list[str] = field(default_factory=list)  # more of them, fitted and reported only
     per_domain: bool = False  # also fit temperatures per domain and report whether they are better than the pooled ones
     # of the fit split that must have reached a position; below, its temperature stays 1
-    min_samples: int = 100
+    min_samples: int = 200
     # keep a temperature at 1 where the error is what a right confidence shows on as many blocks; false: as published
     noise_guard: bool = True
     records: Optional[str] = None  # recorded by an engine in service, instead of the run's own: docs/calibration.md
