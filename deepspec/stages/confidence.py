@@ -128,7 +128,8 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     return records.select(np.argsort(records.conversation, kind="stable"))
 
 
-def measure(fit: ConfidenceRecords, report: ConfidenceRecords, options: CalibrationConfig) -> dict[str, list[Optional[float]]]:
+def measure(fit: ConfidenceRecords, report: ConfidenceRecords,
+            options: CalibrationConfig) -> dict[str, list[Optional[float]]]:
     """Per position on the report part, undefined values None.
 
     ``auc`` among blocks that reached the position; ``brier`` and ``ece`` of the cumulative product against "survived
