@@ -224,7 +224,7 @@ def explain(error: Exception) -> str:
     if isinstance(cause, OmegaConfBaseException):
         full_key = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key or cause.key or ""))
         first = str(cause).splitlines()[0]
-        if full_key.startswith("engine.deepspeed."):
+        if full_key.startswith(("engine.deepspeed.", "simulate.domain_mix.")):
             return f"{full_key} is free-form and not set yet: write it with a plus, +{full_key}=VALUE."
         if full_key and not _key_exists(full_key):
             return f"There is no option {full_key!r} ({first}). {_nearest(full_key, list(known_keys()))}"
