@@ -20,7 +20,7 @@ GivenSplit = CachedFeatures | Subset
 
 
 def given_features(directory: Path, expected: Expected, allow: frozenset[str], *, held_out_fraction: float,
-                   target_dtype: Optional[str] = None,
+                   target_dtype: Optional[str] = None, max_length: Optional[int] = None,
                    dtype: Optional[torch.dtype] = None) -> tuple[GivenSplit, GivenSplit, str]:
     """Training samples, held-out samples, fingerprint of both.
 
@@ -45,6 +45,10 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
     train, held_out = opened(split="train"), opened(split="held_out")
     if not len(train) and not len(held_out):
         raise InputRefused(f"{directory} has no samples to train on.")
+    longest = max(info.length for part in (train, held_out) for info in part.samples)
+    if max_length is not None and longest > max_length:
+        log.warning("features: %s has samples of up to %d tokens, which data.max_length=%d does not cut: hidden states "
+                    "are used as they are stored", directory, longest, max_length)
     if len(held_out) or not held_out_fraction:
         return train, held_out, manifest.fingerprint
     parts = [Subset(train, partial(_belongs, split, held_out_fraction)) for split in ("train", "held_out")]

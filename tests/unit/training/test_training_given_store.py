@@ -94,6 +94,16 @@ def loaded(config: Config, folder: Path) -> Data:
     return load_data(config, load_target(config.target, device="cpu", cache_dir=folder))
 
 
+def test_longer_samples_than_the_run_makes_are_told(tmp_path: Path, rows: list[Row], folder: Path,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    config = run_config(tmp_path, folder, imported("deepspec", tmp_path, rows, folder))
+    loaded(config, folder)
+    assert "does not cut" not in caplog.text
+    config.data.max_length = 20
+    loaded(config, folder)
+    assert "samples of up to 29 tokens, which data.max_length=20 does not cut" in caplog.text
+
+
 def test_the_split_is_the_stores_own_or_made_by_id(tmp_path: Path, rows: list[Row], folder: Path) -> None:
     own = imported("deepspec", tmp_path, rows, folder, held_out="0.3")
     (tmp_path / "other").mkdir()
