@@ -65,7 +65,8 @@ def _reads_responses(config: Config, stage: str) -> bool:
     """Whether a stage after training takes prompts from the responses, which a given store comes without."""
     if stage == "confidence":
         return config.drafter.confidence_head and config.confidence.prompts is None
-    return any(benchmark.path == "held_out" for benchmark in config.evaluate.benchmarks)
+    at_anchors = bool({"drafted", "teacher_forced"} & set(config.evaluate.estimators))
+    return at_anchors or any(benchmark.path == "held_out" for benchmark in config.evaluate.benchmarks)
 
 
 def _places(config: Config, stages: list[str]) -> None:
