@@ -6,6 +6,7 @@ whether copies of the target's two matrices are in the file.
 
 from typing import Any, Mapping, Optional
 
+from deepspec.drafters.layouts_eagle3 import eagle3_values, is_eagle3
 from deepspec.errors import InputRefused
 
 DEEPSPEC, SPECULATORS, SPECFORGE, ZLAB_DFLASH = "deepspec", "speculators", "specforge", "zlab_dflash"
@@ -82,9 +83,11 @@ def deepspec_values(config: Mapping[str, Any], *, target_layers: Optional[int] =
     read.
     """
     layout = layout_of(config)
-    if layout == DEEPSPEC:
+    if not is_eagle3(config) and layout == DEEPSPEC:
         return dict(config)
     try:
+        if is_eagle3(config):
+            return eagle3_values(config, target_layers)
         values = _from_speculators(config) if layout == SPECULATORS else _from_nested(config, layout)
         for key, default in _ABSENT.items():
             values.setdefault(key, default)

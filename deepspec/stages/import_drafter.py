@@ -4,7 +4,7 @@ All later scripts then take it like a run of this project's: evaluation, calibra
 """
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -37,6 +37,7 @@ def overrides_of(shape: DrafterShape) -> list[str]:
         "drafter.confidence_head": shape.confidence_head,
         "drafter.confidence_with_markov": shape.confidence_with_markov,
         "drafter.intermediate_size": shape.intermediate_size, "drafter.sliding_window": shape.sliding_window,
+        "drafter.unroll": shape.unroll,
         "target.feature_layers": list(shape.feature_layers), "target.mask_token_id": shape.mask_token_id,
     }
     return [f"{key}={_text(value)}" for key, value in values.items()]
@@ -63,6 +64,8 @@ def run(config: Config, overrides: Sequence[str]) -> int:
     found, tensors = read_drafter(folder, target.spec.num_layers)
     shared = shared_weights(target)
     check_shared(tensors, shared, folder)
+    if found.autoregressive:  # it has no use for a mask token, and other trainers' files name none
+        found = replace(found, mask_token_id=config.target.mask_token_id)
     told = _merged(overrides, overrides_of(found))
     composed = compose_config(told)
     wanted = shape_from(target.spec, composed.target, composed.drafter)

@@ -21,6 +21,7 @@ from deepspec.export.launch import Origin
 from deepspec.export.load import load_exported
 from deepspec.targets.load import load_target
 from deepspec.training import checkpoint
+from deepspec.training.importing import read_drafter
 
 NO_HEADS: dict[str, Any] = {"head": "none", "confidence_head": False}
 LAYERS = {"eagle3": [1, 2, 4], "mtp": [5]}
@@ -130,6 +131,45 @@ def test_an_export_starts_another_training(request_of: Make, algorithm: str) -> 
     wrong = request_of(other).drafter
     with pytest.raises(InputRefused, match="feature_layers"):
         checkpoint.load_exported(wrong, folder)
+
+
+def as_others_write_it(folder: Path, place: Path, **changes: Any) -> Path:
+    """The export's tensors with a config.json of another trainer: without our keys, with ``changes``; None removes."""
+    place.mkdir()
+    save_file(load_file(folder / "model.safetensors"), place / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    ours = ("deepspec_algorithm", "target_layer_ids", "block_size", "ttt_length", "num_target_layers", "mask_token_id")
+    values = {key: value for key, value in values.items() if key not in ours} | changes
+    (place / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return place
+
+
+def test_eagle3_of_other_trainers_is_read(request_of: Make, tmp_path: Path) -> None:
+    request = request_of("eagle3", formats=("deepspec", "speculators"))
+    folder = export_drafter(request)
+    places = {
+        "native": (as_others_write_it(folder, tmp_path / "native"), 7), "speculators": (folder / "speculators", 4),
+        "deepspec": (as_others_write_it(folder, tmp_path / "deepspec", architectures=["Qwen3Eagle3Model"], ttt_length=6,
+                                        target_layer_ids=[1, 2, 4], eagle_aux_hidden_state_layer_ids=None), 6),
+    }
+    for name, (place, length) in places.items():
+        shape, _ = read_drafter(place, 6)
+        assert (shape.algorithm, shape.feature_layers, shape.draft_length) == ("eagle3", (1, 2, 4), length), name
+        fresh = build_drafter(request.drafter.shape, request.drafter.shared)
+        checkpoint.load_exported(fresh, place)
+        assert torch.equal(logits_of(fresh), logits_of(request.drafter)), name
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"norm_before_residual": True, "fc_norm": True}, "norm_before_residual, fc_norm"),
+    ({"num_hidden_layers": 2}, "2 layers"), ({"draft_vocab_size": 64}, "reduced draft vocabulary of 64"),
+    ({"model_type": "llama"}, "'llama'"), ({"eagle_aux_hidden_state_layer_ids": [0, 3]}, "layer_ids"),
+])
+def test_eagle3_that_is_something_else_is_refused(request_of: Make, tmp_path: Path, change: dict[str, Any],
+                                                  said: str) -> None:
+    folder = export_drafter(request_of("eagle3"))
+    with pytest.raises(InputRefused, match=said):
+        read_drafter(as_others_write_it(folder, tmp_path / "other", **change), 6)
 
 
 @pytest.mark.parametrize("change, said", [
