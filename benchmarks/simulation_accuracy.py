@@ -27,7 +27,7 @@ from deepspec.config.schema import Config, ProfileConfig, SchedulerConfig
 from deepspec.decoding.cost import ProfileCell
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest
-from deepspec.profiling.extras import PrefillCell, measure_extras
+from deepspec.profiling.extras import ExtrasSampler, PrefillCell
 from deepspec.profiling.measure import grid, measure
 from deepspec.profiling.runner import DecoderRunner
 from deepspec.simulation.costs import StepCosts
@@ -51,7 +51,9 @@ def profile(config: Config, session: RunSession, sizes: Sequence[int], seed: int
                             kv_lengths=config.profile.kv_lengths, prefill_tokens=[32, 128], samples_per_cell=5,
                             warmup=1, max_batch_tokens=1024)
     runner = DecoderRunner(session.target, session.drafter, seed, clock=CLOCK)
-    return measure(runner, grid(options, length), options, seed=seed).cells, measure_extras(runner, options, seed=seed)
+    extras = ExtrasSampler(runner, options, seed=seed)
+    cells = measure(runner, grid(options, length), options, seed=seed, each_pass=extras.sample).cells
+    return cells, extras.result()
 
 
 def merged(halves: Sequence[tuple[Sequence[ProfileCell], dict[str, Any]]]) -> StepCosts:

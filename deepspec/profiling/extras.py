@@ -37,36 +37,48 @@ class ExtrasRunner(Protocol):
         """Seconds of a prompt."""
 
 
-def measure_extras(runner: ExtrasRunner, config: ProfileConfig, *, seed: int = 0) -> dict[str, Any]:
-    """Fields for sps.json: ``rounds_alone`` by requests at the shallowest context, ``prefill`` by prompt tokens.
+class ExtrasSampler:
+    """Samples of plain rounds, by requests at the shallowest context, and of prompts, by their tokens.
 
-    Like cells: warmed up one by one, then measured in passes of seeded random order.
+    Like cells: warmed up one by one, then taken in passes of seeded random order. ``sample`` is one pass; call it
+    between the passes over the grid, so that a machine that gets slower does so for both.
     """
-    depth = min(config.kv_lengths)
-    tasks: list[tuple[str, int]] = [("alone", count) for count in sorted(set(config.num_reqs))]
-    tasks += [(kind, tokens) for kind in ("prompt", "drafting") for tokens in sorted(set(config.prefill_tokens))]
-    times: dict[tuple[str, int], list[float]] = {task: [] for task in tasks}
-    runner.prepare_extras(max(config.num_reqs), depth, max(config.prefill_tokens, default=1))
 
-    def run(task: tuple[str, int]) -> float:
+    def __init__(self, runner: ExtrasRunner, config: ProfileConfig, *, seed: int = 0) -> None:
+        self._runner = runner
+        self._depth = min(config.kv_lengths)
+        self._tokens = sorted(set(config.prefill_tokens))
+        self._order = np.random.default_rng(seed)
+        tasks = [("alone", count) for count in sorted(set(config.num_reqs))]
+        tasks += [(kind, tokens) for kind in ("prompt", "drafting") for tokens in self._tokens]
+        self._times: dict[tuple[str, int], list[float]] = {task: [] for task in tasks}
+        runner.prepare_extras(max(config.num_reqs), self._depth, max(self._tokens, default=1))
+        for task in tasks:
+            for _ in range(max(1, config.warmup)):
+                self._run(task)
+
+    def _run(self, task: tuple[str, int]) -> float:
         kind, size = task
-        return runner.alone(size) if kind == "alone" else runner.prompt(size, drafting=kind == "drafting")
+        return self._runner.alone(size) if kind == "alone" else self._runner.prompt(size, drafting=kind == "drafting")
 
-    for task in tasks:
-        for _ in range(max(1, config.warmup)):
-            run(task)
-    order = np.random.default_rng(seed)
-    for _ in range(max(_EXTRA_SAMPLES, min(config.samples_per_cell, 8))):
-        for index in order.permutation(len(tasks)):
-            times[tasks[index]].append(run(tasks[index]))
-    median = {task: 1e3 * float(np.median(values)) for task, values in times.items()}
-    return {
-        "rounds_alone": [{"num_reqs": size, "kv_len": depth, "n": len(times[kind, size]), "p50_ms": median[kind, size]}
-                         for kind, size in tasks if kind == "alone"],
-        "prefill": [asdict(PrefillCell(tokens, len(times["prompt", tokens]), median["prompt", tokens],
-                                       median["drafting", tokens]))
-                    for tokens in sorted(set(config.prefill_tokens))],
-    }
+    def sample(self) -> None:
+        """One time of each."""
+        tasks = list(self._times)
+        for index in self._order.permutation(len(tasks)):
+            self._times[tasks[index]].append(self._run(tasks[index]))
+
+    def result(self) -> dict[str, Any]:
+        """Fields for sps.json: ``rounds_alone`` and ``prefill``."""
+        while len(next(iter(self._times.values()))) < _EXTRA_SAMPLES:
+            self.sample()
+        median = {task: 1e3 * float(np.median(values)) for task, values in self._times.items()}
+        count = {task: len(values) for task, values in self._times.items()}
+        return {
+            "rounds_alone": [{"num_reqs": size, "kv_len": self._depth, "n": count[kind, size],
+                              "p50_ms": median[kind, size]} for kind, size in self._times if kind == "alone"],
+            "prefill": [asdict(PrefillCell(tokens, count["prompt", tokens], median["prompt", tokens],
+                                           median["drafting", tokens])) for tokens in self._tokens],
+        }
 
 
 def read_extras(path: str | PathLike[str]) -> dict[str, Sequence[Any]]:

@@ -119,13 +119,15 @@ def cell_of(shape: Shape, times: list[RoundTime]) -> ProfileCell:
 
 def measure(runner: Runner, shapes: Sequence[Shape], config: ProfileConfig, *, seed: int = 0,
             clock: Callable[[], float] = time.perf_counter,
-            progress: Optional[Callable[[], Any]] = None) -> Measurement:
+            progress: Optional[Callable[[], Any]] = None,
+            each_pass: Optional[Callable[[], Any]] = None) -> Measurement:
     """Measure every shape ``samples_per_cell`` times, medians and percentiles of whole rounds.
 
     Each shape warms up on its own, unmeasured: the first rounds of a shape allocate and compile. The samples are then
     taken in passes over all shapes in a seeded random order, so that a clock that throttles shifts no shape against
     another. ``seconds_limit`` ends the passes early, after at least three. When memory runs out the smaller shapes are
-    kept. ``progress`` is called after every round. Raises InputRefused if nothing could be measured.
+    kept. ``progress`` is called after every round, ``each_pass`` after every pass. Raises InputRefused if nothing could
+    be measured.
     """
     began = clock()
     order = np.random.default_rng(seed)
@@ -149,6 +151,8 @@ def measure(runner: Runner, shapes: Sequence[Shape], config: ProfileConfig, *, s
                     samples.times[shape].append(elapsed)
                 if progress is not None:
                     progress()
+            if each_pass is not None:
+                each_pass()
         partial = samples.partial or partial
         cells.extend(cell_of(shape, samples.times[shape]) for shape in samples.alive)
     if not cells:

@@ -109,13 +109,13 @@ class DecoderRunner:
 
     def prepare_extras(self, num_reqs: int, kv_len: int, prompt_tokens: int) -> None:
         """Make caches for ``alone`` and ``prompt``."""
-        self._kv_len = kv_len
+        self._plain_kv_len = kv_len
         self._plain = self._make(num_reqs, max(kv_len, prompt_tokens), alone=True)
         self._drafting = self._make(1, max(kv_len, prompt_tokens))
 
     def alone(self, num_reqs: int) -> float:
         """Seconds of a round of plain decoding without a drafter at the target's side."""
-        self._plain.put(num_reqs, self._kv_len)
+        self._plain.put(num_reqs, self._plain_kv_len)
         before = self._plain.timings.total_seconds
         self._plain._round()
         return self._plain.timings.total_seconds - before

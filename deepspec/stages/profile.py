@@ -11,7 +11,7 @@ from deepspec.artifacts import begin, canonical_hash, complete
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config
 from deepspec.decoding.cost import ProfileCell, read_cells
-from deepspec.profiling.extras import measure_extras
+from deepspec.profiling.extras import ExtrasSampler
 from deepspec.profiling.files import RECORDS_FILE, SPS_FILE, conditions, write_profile
 from deepspec.profiling.measure import Measurement, grid, measure
 from deepspec.profiling.runner import DecoderRunner
@@ -41,9 +41,9 @@ def _in_process(config: Config) -> None:
     shapes = grid(options, session.drafter.shape.draft_length)
     runner = DecoderRunner(session.target, session.drafter, config.run.seed)
     with _bar(len(shapes) * options.samples_per_cell) as bar:
-        measured = measure(runner, shapes, options, seed=config.run.seed, progress=bar.update)
-    _write(config, measured, conditions(session.target), session.drafter_sha256,
-           measure_extras(runner, options, seed=config.run.seed))
+        extras = ExtrasSampler(runner, options, seed=config.run.seed)
+        measured = measure(runner, shapes, options, seed=config.run.seed, progress=bar.update, each_pass=extras.sample)
+    _write(config, measured, conditions(session.target), session.drafter_sha256, extras.result())
 
 
 def _served(config: Config) -> None:

@@ -10,7 +10,7 @@ import pytest
 from deepspec.config.schema import ProfileConfig, SchedulerConfig
 from deepspec.decoding.cost import CostTable
 from deepspec.errors import InputRefused
-from deepspec.profiling.extras import measure_extras, read_extras
+from deepspec.profiling.extras import ExtrasSampler, read_extras
 from deepspec.profiling.files import write_profile
 from deepspec.profiling.measure import grid, measure
 from deepspec.profiling.scheduler import recorded_logits, scheduler_factory, trusted_cost
@@ -91,8 +91,12 @@ class Extras:
 def test_prompts_and_plain_rounds_are_kept_in_the_table(tmp_path: Path) -> None:
     runner = Extras()
     options = ProfileConfig(num_reqs=[1, 4], kv_lengths=[64, 16], prefill_tokens=[10, 50], samples_per_cell=4, warmup=2)
-    extras = measure_extras(runner, options)
-    assert runner.room == (4, 16, 50) and len(runner.calls) == 6 * (2 + 4)
+    sampler = ExtrasSampler(runner, options)
+    measure(Engine(additive), grid(options, 4), options, each_pass=sampler.sample)
+    extras = sampler.result()
+    assert runner.room == (4, 16, 50) and len(runner.calls) == 6 * (2 + 2 * 4)  # a pass per pass of either depth
+    orders = [runner.calls[12 + 6 * place:18 + 6 * place] for place in range(8)]
+    assert all(set(order) == set(orders[0]) for order in orders) and len({tuple(order) for order in orders}) > 1
     path = written(tmp_path)
     values = json.loads((path / "sps.json").read_text())
     (path / "sps.json").write_text(json.dumps(values | extras))
@@ -100,6 +104,6 @@ def test_prompts_and_plain_rounds_are_kept_in_the_table(tmp_path: Path) -> None:
     assert [(row["num_reqs"], row["p50_ms"]) for row in found["alone"]] == [(1, pytest.approx(3.0)),
                                                                             (4, pytest.approx(6.0))]
     assert [(cell.tokens, cell.alone_ms, cell.drafting_ms, cell.n) for cell in found["prefill"]] == [
-        (10, pytest.approx(2.0), pytest.approx(4.0), 4), (50, pytest.approx(6.0), pytest.approx(12.0), 4)]
+        (10, pytest.approx(2.0), pytest.approx(4.0), 8), (50, pytest.approx(6.0), pytest.approx(12.0), 8)]
     with pytest.raises(InputRefused, match="not found"):
         read_extras(tmp_path / "none.json")

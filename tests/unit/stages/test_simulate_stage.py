@@ -9,7 +9,7 @@ import pytest
 
 from deepspec.config.schema import ProfileConfig
 from deepspec.errors import InputRefused
-from deepspec.profiling.extras import measure_extras
+from deepspec.profiling.extras import ExtrasSampler
 from deepspec.profiling.files import write_profile
 from deepspec.profiling.measure import grid, measure
 from deepspec.simulation.subjects import TRACES_FILE
@@ -39,7 +39,7 @@ def run_folder(path: Path, *, sha: str = SHA, hardware: str = "A", accepted: int
     measured = measure(Engine(cost), grid(GRID, 4), GRID)
     header = {"hardware": hardware, "dtype": "float32", "target_sha256": "t", "engine": "e"}
     write_profile(path / "profile", measured, header=header, drafter_sha256=sha, parallel=1, max_batch_tokens=64,
-                  extras=measure_extras(Alone(), GRID))
+                  extras=ExtrasSampler(Alone(), GRID).result())
     if kept:
         found = traces([[accepted, 4, 1]] * 6, answer=30, domains=["math"] * 3 + ["chat"] * 3)
         (path / "simulation").mkdir(parents=True)
