@@ -207,9 +207,18 @@ class Split:
         return ""
 
     def connect(self, timeout_seconds: float = 1800.0) -> Any:
-        """A gloo group of all ranks of the launch, beside the default group. Every rank must call this."""
-        return torch.distributed.ProcessGroupGloo(PrefixStore("features", self.store), self.rank,
-                                                  self.trainers + self.targets, _time_limit(timeout_seconds))
+        """A gloo group of all ranks of the launch, beside the default group. Every rank must call this.
+
+        Raises UserError where they do not find each other.
+        """
+        try:
+            return torch.distributed.ProcessGroupGloo(PrefixStore("features", self.store), self.rank,
+                                                      self.trainers + self.targets, _time_limit(timeout_seconds))
+        except RuntimeError as error:
+            raise UserError(f"Rank {self.rank} of {self.trainers + self.targets} could not connect to the others "
+                            f"({str(error).splitlines()[0]}). Another rank has ended, as its messages say, or hosts do "
+                            "not reach each other: then set GLOO_SOCKET_IFNAME to their common network interface."
+                            ) from None
 
     def leave(self) -> None:
         """The last thing a process does: rank 0 lets the target ranks go and keeps the store until they are gone."""

@@ -67,7 +67,8 @@ class Rendezvous:
         """After every rank has collected: remove the markers."""
         distributed.barrier()
         self._done.set()
-        for path in (self._marker(self.rank), self._alive(self.rank)):
+        left = self._directory.glob(f".{self._name}-*.alive") if self.rank == 0 else ()  # a larger job was killed here
+        for path in (self._marker(self.rank), self._alive(self.rank), *left):
             path.unlink(missing_ok=True)
         if self._lock is not None:
             Path(self._lock.name).unlink(missing_ok=True)

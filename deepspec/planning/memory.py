@@ -84,6 +84,7 @@ def step_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> S
     hidden, taps = config.target.shape.hidden_size, len(config.target.feature_layers)
     slots = packs.anchors * config.drafter.block_size
     ahead = config.data.num_workers + 1 if config.data.num_workers else 0
+    ahead += config.features.queue_depth if config.features.mode == "disaggregated" else 0
     target_width = 2 if config.target.dtype == "bfloat16" else 4
     whole = config.features.mode in ("online", "hybrid") or config.trainer.decode_every > 0
     online = parameters.target * target_width if whole else 0
