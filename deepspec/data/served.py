@@ -8,7 +8,6 @@ log-probabilities. T tokens, M layers, D width.
 import asyncio
 import logging
 import threading
-from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Callable, Coroutine, Iterable, Iterator, Optional, Protocol, Sequence, TypeVar
@@ -233,9 +232,3 @@ def logprob_error(head: Head, last_hidden: Tensor, logprobs: Sequence[TokenLogPr
         theirs = torch.tensor([entry.value for entry in part], device=logits.device)
         total += float((own - theirs).abs().sum())
     return total / len(logprobs) if total == total else float("inf")
-
-
-def refusal_reasons(refusals: Sequence[Refusal]) -> str:
-    """The most frequent causes, for a summary."""
-    counts = Counter(refusal.reason.split(": ", 1)[-1][:120] for refusal in refusals)
-    return "; ".join(f"{count}x {reason}" for reason, count in counts.most_common(3))

@@ -64,6 +64,8 @@ def run(config: Config) -> None:
         with served_target(config, head) as served:
             build = plan_store(config, head, served_facts(config, served))
             finish_store(build, served, open_store(build))
+            log.info("features: requests: %s", ", ".join(f"{count} to {url}" for url, count in
+                                                         served.requests().items()))
         return
     target = load_target(config.target, device=distributed.device(), cache_dir=cache)
     build = plan_store(config, target)
@@ -222,9 +224,10 @@ def _extract(build: StoreBuild, target: FrozenTarget | ServedTarget, meeting: Re
                     if isinstance(item, Refusal):
                         raise BadFeatures(f"sample {name!r}: {item.reason}")
                     writer.write(item.sample, splits[name], item.features, item.last_hidden)
+                    progress.add(tokens[name])
                 except BadFeatures as error:
                     quarantine.add(name, error)
-                progress.add(tokens[name])
+                    progress.add(0, failed=True)
         except UserError:
             with contextlib.suppress(UserError):  # what is there stays, whatever ended this
                 writer.close()
