@@ -140,7 +140,8 @@ def _read_shards(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceRec
     files = sorted(path.glob("*.pt"), key=_shard_order) if path.is_dir() else [path]
     if not files:
         raise InputRefused(f"{path} has no shard (*.pt). {_AGAIN}")
-    logits, accepted = [], []
+    logits: list[Any] = []
+    accepted: list[Any] = []
     for file in files:
         try:
             shard = torch.load(file, map_location="cpu", weights_only=True)

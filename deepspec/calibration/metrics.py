@@ -110,7 +110,8 @@ def cell_gaps(predicted: ArrayLike, label: ArrayLike, group: NDArray[np.int64], 
     predicted = np.asarray(predicted, dtype=np.float64)
     gap = predicted - np.asarray(label, dtype=np.float64)
     cell = group * num_bins + _bins(predicted, num_bins)
-    return np.bincount(cell, weights=gap, minlength=num_groups * num_bins).reshape(num_groups, num_bins)
+    sums = np.bincount(cell, weights=gap, minlength=num_groups * num_bins).astype(np.float64)
+    return sums.reshape(num_groups, num_bins)
 
 
 def bootstrap_ece(predicted: ArrayLike, label: ArrayLike, groups: ArrayLike, num_bins: int = 20, *, draws: int = 200,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Mapping
 
 import torch
-from torch import nn
 
 from deepspec.calibration import Fold
 from deepspec.errors import InputRefused
@@ -26,7 +25,7 @@ def fold_of(calibration: Mapping[str, Any]) -> Fold:
     return Fold(float(fold["temperature"]), float(fold["shift"]))
 
 
-def fold_head(drafter: nn.Module, fold: Fold) -> None:
+def fold_head(drafter: Any, fold: Fold) -> None:
     """Put ``w / T`` and ``b / T + s`` into the confidence head of ``drafter``, computed in float64."""
     projection = drafter.confidence_head.proj
     with torch.no_grad():

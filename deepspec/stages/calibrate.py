@@ -37,9 +37,11 @@ def run(config: Config) -> None:
         return
     directory = run_dir(config)
     sha256 = drafter_sha256(chosen_checkpoint(config), config.export.weights)
-    expected = {"block_length": draft_length(config.drafter), "drafter_sha256": sha256,
-                "confidence_head": head_in_use(directory, sha256), "thinking": config.target.thinking,
-                "sampling_temperature": config.confidence.temperature}
+    expected: dict[str, Any] = {
+        "block_length": draft_length(config.drafter), "drafter_sha256": sha256,
+        "confidence_head": head_in_use(directory, sha256), "thinking": config.target.thinking,
+        "sampling_temperature": config.confidence.temperature,
+    }
     own = directory / "confidence" / "records.npz"
     if config.calibration.records is None:
         records = ConfidenceRecords.load(own, **expected)
