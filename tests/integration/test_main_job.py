@@ -63,7 +63,8 @@ def test_calibration_has_every_field(run: Path) -> None:
 def test_evaluation_has_every_field_and_finite_lengths(run: Path) -> None:
     evaluation = read(run / "evaluation.json")
     assert {"drafter", "algorithm", "block_size", "settings", "macro"} <= set(evaluation)
-    setting = next(value for value in evaluation["settings"].values() if value["decoding"] == "fixed")
+    setting = next(value for value in evaluation["settings"].values()
+                   if value["decoding"] == "fixed" and value["mode"] == "sampled")
     for benchmark in setting["benchmarks"].values():
         assert {"domain", "num_prompts", "rounds", "drafted", "accepted", "acceptance_length", "acceptance_length_ci95",
                 "accepted_per_position", "conditional_acceptance", "tokens_per_second", "target_only_tokens_per_second",
@@ -71,6 +72,16 @@ def test_evaluation_has_every_field_and_finite_lengths(run: Path) -> None:
         assert 1.0 <= benchmark["acceptance_length"] <= 8.0
         low, high = benchmark["acceptance_length_ci95"]
         assert low <= benchmark["acceptance_length"] <= high
+
+
+def test_computed_acceptance_agrees_with_counted(run: Path) -> None:
+    settings = read(run / "evaluation.json")["settings"].values()
+    counted, computed = (next(value["macro"] for value in settings if value["decoding"] == "fixed"
+                              and value["mode"] == mode and value.get("drafter") != "untrained")
+                         for mode in ("sampled", "analytic"))
+    low, high = counted["acceptance_length_ci95"]
+    assert abs(computed["acceptance_length"] - counted["acceptance_length"]) < high - low  # four standard errors
+    assert read(run / "evaluation" / "manifest.json")["status"] == "complete"
 
 
 def test_profile_is_what_sglang_reads(run: Path) -> None:
