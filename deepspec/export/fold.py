@@ -4,6 +4,7 @@ Two consistent states exist and nothing between them: the head as trained with `
 the temperatures that were fitted on top of it. The checkpoint of the run is never changed.
 """
 
+import logging
 from dataclasses import replace
 from typing import Any, Mapping
 
@@ -13,6 +14,7 @@ from deepspec.calibration import Fold
 from deepspec.errors import InputRefused
 from deepspec.export.evidence import Evidence
 
+logger = logging.getLogger(__name__)
 KEY = "deepspec_confidence_fold"  # in config.json: {"temperature": T, "shift": s} of what is in the weights
 
 
@@ -43,6 +45,10 @@ def folded_evidence(evidence: Evidence) -> Evidence:
     values = dict(evidence.calibration)
     fold = fold_of(values)
     folded, scaled = (values["methods"][name] for name in ("folded", "folded_sts"))
+    if (folded["ece_mean"] or 0.0) >= (values["methods"]["raw"]["ece_mean"] or 0.0):
+        logger.warning("export.fold_calibration=true does not lower the error: mean ECE %.4f as trained, %.4f folded. "
+                       "Leave it out unless you know why.", values["methods"]["raw"]["ece_mean"] or 0.0,
+                       folded["ece_mean"] or 0.0)
     values |= {
         "temperatures": list(values["fold"]["temperatures"]), "ece_before": folded["ece"], "ece_after": scaled["ece"],
         "ece_noise_floor": scaled["noise_floor"], "brier_before": folded["brier"], "brier_after": scaled["brier"],
