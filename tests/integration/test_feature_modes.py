@@ -162,7 +162,7 @@ def test_under_the_launcher(root):
 
 
 def test_failures_under_the_launcher(root):
-    code, output = launch(job(root, "lost", 2, "disaggregated", targets=1, fault=[signal.SIGKILL, 1, 6]), 2)
+    code, output = launch(job(root, "lost", 2, "disaggregated", targets=1, fault=[signal.SIGKILL, 1, 14]), 2)
     assert code != 0 and "UserError: Target rank 1" in output and "Traceback" not in output, output[-4000:]
     checkpoint.require_unchanged(checkpoint.find_latest(root / "lost"))
     code, output = launch(job(root, "lost", 1, "disaggregated", targets=1), 1)
@@ -171,7 +171,7 @@ def test_failures_under_the_launcher(root):
 
 def test_a_target_rank_that_hangs(root):
     fork(job(root, "hanging", 2, "disaggregated", targets=1, patience=40,
-             features={"queue_timeout": 4.0}, fault=[signal.SIGSTOP, 1, 6]))
+             features={"queue_timeout": 4.0}, fault=[signal.SIGSTOP, 1, 14]))
     assert codes(root, "hanging") == [1, None]
     assert "has not answered for 4 s (features.queue_timeout)" in log(root, "hanging", 0)
     checkpoint.require_unchanged(checkpoint.find_latest(root / "hanging"))
