@@ -14,8 +14,10 @@ from deepspec.calibration.drift import drift_report, lines
 from deepspec.calibration.imports import FORMAT, load_records, save_lines
 from deepspec.config.schema import CalibrationConfig, Config
 from deepspec.errors import InputRefused
+from deepspec.planning import preflight
 from deepspec.planning.preflight import required
 from deepspec.stages import calibrate as stage
+from deepspec.stages import pipeline
 
 SHA = "d" * 64
 LENGTH = 4
@@ -240,3 +242,25 @@ def test_records_of_service_need_no_records_of_the_run():
     assert required(config, "calibrate") == ("confidence",)
     config.calibration.records = "somewhere.npz"
     assert required(config, "calibrate") == ("train",)
+
+
+def test_missing_files_are_found_before_anything_starts(tmp_path):
+    config = Config()
+    config.calibration.records = config.confidence.prompts = str(tmp_path / "absent.jsonl")
+    for name, key in (("calibrate", "calibration.records"), ("confidence", "confidence.prompts")):
+        with pytest.raises(InputRefused, match=key):
+            preflight._records(config, [name])
+        preflight._records(config, ["train"])
+    (tmp_path / "absent.jsonl").write_text("{}")
+    preflight._records(config, ["confidence", "calibrate"])
+
+
+def test_edited_records_are_another_input(tmp_path):
+    config = Config()
+    before = pipeline.decided_by(config, "calibrate")
+    config.calibration.records = str(write_shards(tmp_path / "shards", records_of(blocks=60)))
+    first = pipeline.decided_by(config, "calibrate")
+    write_shards(tmp_path / "shards", records_of(blocks=60, seed=1))
+    assert before != first != pipeline.decided_by(config, "calibrate")
+    config.calibration.method = "beta"
+    assert pipeline.decided_by(config, "confidence") == pipeline.decided_by(Config(), "confidence")
