@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspec.data.batch import FeatureSample, Sample
+from deepspec.data.encoded import StoredSample
 from deepspec.data.feature_format import Record, StoreHeader, record_from_json
 from deepspec.data.feature_records import decode_record, encode_record, is_intact, record_size
 from deepspec.data.feature_shards import FeatureWriter, read_shard, shard_names
@@ -111,6 +112,10 @@ class HybridFeatures:
             if item.sample_id not in found:
                 found[item.sample_id] = self._filler.store.read(item.sample_id, self._dtype)
         return [found[item.sample_id] for item in documents]
+
+    def get_stored(self, indices: Sequence[int]) -> Sequence[FeatureSample | StoredSample]:
+        """The same, as it lies in the store once that is finished."""
+        return self.get(indices) if self._cached is None else self._cached.get_stored(indices)
 
     def finish(self) -> None:
         """Complete the store of all splits. Collective; nothing may read a split meanwhile."""
