@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/scheduled_decoding.py runs/tiny 1 4 16 32
 
 The profile is measured here, the three ways take turns on the same prompts, and times are CPU seconds of this process,
-so that other jobs on the machine disturb little. Answers have one length (end-of-turn tokens do not stop them),
-or chance in their lengths would decide. Prints one JSON line: per batch size tokens per CPU second of each way
-(median of the repeats), and ``ratio``: scheduled against the better of the other two.
+so that other jobs on the machine disturb little; what they still do only slows, so the best repeat counts and the median
+stands beside it. Answers have one length (end-of-turn tokens do not stop them), or chance in their lengths would decide.
+Prints one JSON line: per batch size tokens per CPU second of each way (best repeat), ``ratio``: scheduled against the
+better of the other two, and ``ratio_of_medians``.
 """
 
 import json
@@ -34,8 +35,8 @@ from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession, load_run
 
-REPEATS = 3
-TOKENS = 64
+REPEATS = 4
+TOKENS = 48
 
 
 def open_run(directory: str) -> tuple[Config, RunSession]:
@@ -67,6 +68,11 @@ def requests_of(config: Config, count: int) -> list[DecodeRequest]:
             for index in range(count)]
 
 
+def ratio(speeds: dict[str, float]) -> float:
+    """Scheduled decoding against the better of the other two."""
+    return speeds["scheduled"] / max(speeds["none"], speeds["fixed"])
+
+
 def main() -> None:
     """Print the line."""
     logging.basicConfig(level=logging.WARNING)
@@ -95,10 +101,11 @@ def main() -> None:
                     found.append(decoder.timings.tokens / decoder.timings.total_seconds)
                     if mode == "scheduled":
                         drafted.append(decoder.timings.draft_steps / decoder.timings.steps)
+        best = {mode: max(values) for mode, values in speeds.items()}
         medians = {mode: float(np.median(values)) for mode, values in speeds.items()}
-        rows.append({"batch_size": size, **{mode: round(value, 2) for mode, value in medians.items()},
+        rows.append({"batch_size": size, **{mode: round(value, 2) for mode, value in best.items()},
                      "rounds_that_drafted": round(float(np.mean(drafted)), 3),
-                     "ratio": round(medians["scheduled"] / max(medians["none"], medians["fixed"]), 4)})
+                     "ratio": round(ratio(best), 4), "ratio_of_medians": round(ratio(medians), 4)})
     sys.stdout.write(json.dumps({"benchmark": "scheduled_decoding", "run": Path(sys.argv[1]).name, "rows": rows,
                                  "repeats": REPEATS, "tokens_per_answer": TOKENS, "torch": torch.__version__}) + "\n")
 

@@ -31,7 +31,9 @@ class SchedulerConfig:
     max_verify: Optional[int] = None  # most draft tokens of one request in one step; null: the whole block
     # Promised to every request; no draft token is verified that would take a slower one further below it. 0: nothing.
     min_tokens_per_second_per_user: float = 0.0
-    probe_share: float = 0.01  # of the time, spent on trying again whether drafting pays where it did not
+    probe_share: float = 0.01  # of the throughput, that trying the choice predicted to be worse may cost
+    # Correct the profile by what rounds really take. Which rounds draft then depends on the clock, not on the seed alone.
+    adapt: bool = True
 
 
 @dataclass

@@ -136,7 +136,10 @@ class SpeculativeDecoder:
         finished = self._collect()
         self.timings.draft_seconds += drafted - began
         self.timings.verify_seconds += verified - drafted
-        self.timings.total_seconds += self._clock() - began
+        seconds = self._clock() - began
+        self.timings.total_seconds += seconds
+        if self.scheduler is not None and all(feed == 1 for feed in step.feeds):
+            self.scheduler.observe_seconds(len(step.slots), sum(step.counts), proposal is not None, seconds)
         self.timings.steps += 1
         self.timings.draft_steps += proposal is not None
         return finished

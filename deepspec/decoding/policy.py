@@ -13,13 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepspec.calibration import Calibration, sigmoid, survival_probability
 from deepspec.decoding.cost import RoundCost
+from deepspec.decoding.drift import CostDrift, trial_gap
 from deepspec.scheduling import Floats, Ints, schedule_budget, schedule_prefixes
 
 _HISTORY = 128  # blocks whose survival the next decision is made from
 _DECAY = 0.98  # per block, of counts behind observed rates
 _PRIOR = 4.0  # blocks that the starting guess counts for
-_MIN_PROBE_GAP = 16  # rounds between two trials of drafting
-_MAX_PROBE_GAP = 4096  # the gap doubles while they do not pay
+_CLOSE = 1.5  # below this ratio of throughputs a profile is not believed without a look at the clock
+_MAX_TRIAL_GAP = 4096  # rounds between two trials of the choice that is predicted to be worse
 _VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
 _GROUPS = 16  # of settled blocks, each scheduled like a round, that a verdict is made of
 _LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
@@ -35,7 +36,7 @@ class ThroughputScheduler:
     def __init__(self, cost: RoundCost, draft_length: int, *,
                  temperatures: Union[None, Sequence[float], Calibration] = None,
                  policy: str = "early_stop", min_gain: float = 0.01, probe_share: float = 0.01,
-                 max_verify: Optional[int] = None, floor: float = 0.0) -> None:
+                 max_verify: Optional[int] = None, floor: float = 0.0, drift: Optional[CostDrift] = None) -> None:
         """Options of a schedule.
 
         Args:
@@ -45,9 +46,12 @@ class ThroughputScheduler:
                 its method, which may be another than temperatures.
             policy: early_stop (Algorithm 1) | lagged (Sec. 5.2).
             min_gain: predicted share of throughput below which it is not worth drafting.
-            probe_share: share of the time that may go into finding out again whether drafting pays.
+            probe_share: share of the throughput that trying the choice predicted to be worse may cost.
             max_verify: most draft tokens of a request in one round; None: K.
             floor: tokens per second promised to every request; 0: none.
+            drift: corrects the profile by the time that settled rounds took, here and in earlier decodes. Decisions then
+                depend on the clock, so that two decodes may differ; the output distribution is the target's all the
+                same. None: the profile is believed.
         """
         if policy not in ("early_stop", "lagged"):
             raise ValueError(f"policy={policy!r} must be early_stop or lagged")
@@ -61,6 +65,7 @@ class ThroughputScheduler:
         self.probe_share = probe_share
         self.max_verify = draft_length if max_verify is None else min(max_verify, draft_length)
         self.floor = floor if floor > 0 else None
+        self.drift = drift
         self._prior: Optional[Floats] = None
         self._prices: dict[int, tuple[Floats, Floats, float]] = {}
         self.reset()
@@ -85,10 +90,10 @@ class ThroughputScheduler:
             self._guess = mean / np.maximum(np.concatenate(([1.0], mean[:-1])), 1e-9)
         self._survived = self._guess * _PRIOR
         self._predicted = self._observed = _PRIOR
-        self._idle = 0
-        self._gap = 0  # rounds until the next trial; 0: drafting paid when last asked
+        self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
-        self._verdicts: dict[int, tuple[int, bool]] = {}  # by requests: settled rounds it was made of, verdict
+        # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without.
+        self._verdicts: dict[int, tuple[int, float, float]] = {}
 
     def survival(self, confidence_logits: Optional[ArrayLike], requests: int) -> Floats:
         """a_{r,j} [R, K]: calibrated where there is a confidence head, else observed rates for every request."""
@@ -109,33 +114,35 @@ class ThroughputScheduler:
         return found
 
     def should_draft(self, requests: int) -> bool:
-        """Whether this round drafts: if settled blocks say that it pays at this load, or to find out again."""
+        """Whether this round drafts: if settled blocks say that it pays at this load, or to find out again.
+
+        With ``drift`` plain rounds are tried as well where drafting pays, since only their measured time can tell.
+        """
         if not self._history:
             return True
-        made, pays = self._verdicts.get(requests, (-_VERDICT_ROUNDS, True))
+        made, gain, ratio = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0))
         if self._settled - made >= _VERDICT_ROUNDS or made < min(_VERDICT_ROUNDS, self._settled):
-            pays = self._pays(requests)
-            self._verdicts[requests] = (self._settled, pays)
-        if pays:
-            self._idle = self._gap = 0
+            gain, ratio = self._gain(requests)
+            self._verdicts[requests] = (self._settled, gain, ratio)
+        if self.drift is not None:
+            factor = self.drift.drafting(requests)
+            gain, ratio = gain / factor, ratio * factor
+        pays = gain > 1.0 + self.min_gain
+        if pays and self.drift is None:
             return True
-        self._gap = self._gap or self._first_gap(requests)
+        advantage = gain if pays else 1.0 / max(gain, 1e-9)
         self._idle += 1
-        if self._idle < self._gap:
-            return False
-        self._idle, self._gap = 0, min(2 * self._gap, _MAX_PROBE_GAP)
-        return True
+        if self.drift is not None and advantage < _CLOSE and self._idle > 1 and self.drift.lacks(requests, not pays):
+            self._idle = 0  # a close call: a few rounds of the other kind, every second one, before it is trusted
+            return not pays
+        if self._idle < trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP):
+            return pays
+        self._idle = 0
+        return not pays
 
-    def _first_gap(self, requests: int) -> int:
-        """Rounds between trials that cost ``probe_share`` of the time, a trial counted as a whole block for each."""
-        rates, plain, _ = self._priced(requests)
-        extra = (1.0 / float(rates[-1]) - float(plain[0])) / float(plain[0])
-        if self.probe_share * _MAX_PROBE_GAP <= extra:
-            return _MAX_PROBE_GAP
-        return max(_MIN_PROBE_GAP, int(np.ceil(extra / self.probe_share)))
-
-    def _pays(self, requests: int) -> bool:
-        """Predicted tokens per second with drafting, lengths chosen as they would be, against plain decoding."""
+    def _gain(self, requests: int) -> tuple[float, float]:
+        """Predicted tokens per second with drafting, lengths chosen as they would be, over those of plain decoding, and
+        the same for the seconds of a round."""
         blocks = np.stack(self._history)
         groups = max(1, min(_GROUPS, len(blocks) // requests))
         take = np.arange(groups * requests) % len(blocks)
@@ -147,7 +154,15 @@ class ThroughputScheduler:
             choice = schedule_prefixes(group, lambda size: rates[size - requests], caps=caps, floors=self.floor)
             tokens += requests + trust * (choice.acceptance_length - requests)
             seconds += 1.0 / float(rates[choice.batch_tokens - requests])
-        return tokens / seconds > (1.0 + self.min_gain) * requests / float(plain[0])
+        ratio = seconds / groups / float(plain[0])
+        return tokens / groups / requests / ratio, ratio
+
+    def observe_seconds(self, requests: int, batch_tokens: int, drafted: bool, seconds: float) -> None:
+        """Learn what a round really took that fed no prompt; without ``drift`` nothing is learnt from clocks."""
+        if self.drift is not None and requests:
+            rates, plain, _ = self._priced(requests)
+            place = min(batch_tokens - requests, len(rates) - 1)
+            self.drift.observe(requests, drafted, seconds, 1.0 / float(rates[place]) if drafted else float(plain[0]))
 
     def _caps(self, caps: Ints) -> Optional[Ints]:
         """Longest prefixes, None where nothing is cut."""

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from deepspec.calibration import Calibration, ConfidenceRecords
 from deepspec.config.schema import SchedulerConfig
 from deepspec.decoding.cost import CostTable, read_cells
+from deepspec.decoding.drift import CostDrift
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.errors import InputRefused
 from deepspec.profiling.files import RECORDS_FILE, SPS_FILE
@@ -67,12 +68,15 @@ def scheduler_factory(cost: CostTable, draft_length: int, config: SchedulerConfi
     It starts from confidence ``logits`` [n, K] of recorded blocks, or from ``survival`` [n, K] where there is no
     confidence head.
     """
+    drift = CostDrift() if config.adapt else None  # what one decode learns of the machine serves the next
+
     def make(mode: str) -> ThroughputScheduler:
         # Algorithm 1 would stop in front of a riser, so it sees the envelope; a global search looks over it.
         made = ThroughputScheduler(
             cost.exact() if POLICIES[mode] == "lagged" else cost, draft_length, temperatures=temperatures,
             policy=POLICIES[mode], min_gain=config.min_gain, probe_share=config.probe_share,
-            max_verify=config.max_verify, floor=config.min_tokens_per_second_per_user)
+            max_verify=config.max_verify, floor=config.min_tokens_per_second_per_user,
+            drift=drift)
         known = survival if logits is None else made.survival(logits, len(logits))
         return made if known is None else made.start_from(known)
 

@@ -1,12 +1,12 @@
 """Promises to users, minimum gain and speed of both schedules; the lag of the asynchronous one."""
 
-import itertools
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deepspec.decoding.drift import CostDrift, trial_gap
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.scheduling import SpsTable, schedule_budget, schedule_prefixes
 from tests.unit.test_scheduling import random_survival
@@ -157,11 +157,57 @@ def test_known_blocks_spare_the_first_trials() -> None:
     assert not informed.should_draft(4)
 
 
-def test_trials_cost_the_stated_share_and_get_rarer() -> None:
-    cost = Cost(base=10.0, slope=1.0, draft=15.0)  # a drafting round of one request: 28 s against 11 s
-    for share, first in ((0.1, 16), (0.01, 155)):
-        scheduler = ThroughputScheduler(cost, 2, probe_share=share).start_from(np.tile([0.05, 0.0], (9, 1)))
-        drafted = [place for place in range(1, 5000) if scheduler.should_draft(1)]
-        assert drafted[0] == first
-        gaps = np.diff([0, *drafted])
-        assert all(after == min(2 * before, 4096) for before, after in itertools.pairwise(gaps))
+@pytest.mark.parametrize("share", [0.1, 0.02, 0.005])
+@pytest.mark.parametrize("accepted", [0.05, 0.3])
+def test_trials_of_the_worse_choice_cost_the_stated_share(share: float, accepted: float) -> None:
+    cost = Cost(base=10.0, slope=0.5, draft=8.0)
+    survival = np.tile([accepted, accepted ** 2], (9, 1))
+    scheduler = ThroughputScheduler(cost, 2, probe_share=share).start_from(survival)
+    drafted = np.array([scheduler.should_draft(1) for _ in range(20_000)])
+    length = int(scheduler.lengths(survival[:1], np.array([2]))[0])
+    seconds = np.where(drafted, 8.0 + 10.0 + 0.5 * (1 + length), 10.5)
+    tokens = np.where(drafted, 1.0 + survival[0, :length].sum(), 1.0)
+    plain = 1.0 / 10.5
+    assert drafted.any() and not drafted.all()
+    assert tokens.sum() / seconds.sum() / plain == pytest.approx(1.0 - share, abs=0.15 * share + 0.001)
+
+
+def alternate(scheduler: ThroughputScheduler, drafting: float, plain: float, rounds: int = 400) -> float:
+    """Share of rounds that draft when they really take so long (s), one request."""
+    drafted = []
+    for _ in range(rounds):
+        drafted.append(scheduler.should_draft(1))
+        scheduler.observe_seconds(1, 3 if drafted[-1] else 1, drafted[-1], drafting if drafted[-1] else plain)
+    return float(np.mean(drafted[rounds // 2:]))
+
+
+def test_measured_rounds_correct_a_profile_that_is_off() -> None:
+    cost = Cost(base=10.0, slope=0.5, draft=8.0)  # 19.5 s for three tokens against 10.5 s
+    for accepted, profile_says in ((0.95, True), (0.3, False)):
+        survival = np.tile([accepted, accepted ** 2], (40, 1))
+
+        def fresh(drift: Any) -> ThroughputScheduler:
+            return ThroughputScheduler(cost, 2, drift=drift).start_from(survival)
+
+        assert fresh(None).should_draft(1) is profile_says
+        assert (alternate(fresh(CostDrift()), 19.5, 10.5) > 0.5) is profile_says
+        assert alternate(fresh(CostDrift()), 60.0, 10.5) < 0.2  # drafting is dearer than the profile thinks
+        assert alternate(fresh(CostDrift()), 11.0, 10.5) > 0.8  # or cheaper
+        assert (alternate(fresh(CostDrift()), 39.0, 21.0) > 0.5) is profile_says  # slower as a whole: no difference
+        assert (alternate(fresh(None), 60.0, 10.5) > 0.5) is profile_says  # and without a clock the profile rules
+
+
+def test_what_is_learnt_of_the_machine_stays_for_the_next_decode() -> None:
+    cost, drift = Cost(base=10.0, slope=0.5, draft=8.0), CostDrift()
+    survival = np.tile([0.95, 0.9], (40, 1))
+    first = ThroughputScheduler(cost, 2, drift=drift).start_from(survival)
+    alternate(first, 60.0, 10.5)
+    first.reset()
+    second = ThroughputScheduler(cost, 2, drift=drift).start_from(survival)
+    assert not first.should_draft(1) and not second.should_draft(1)
+    assert any(second.should_draft(64) for _ in range(2))  # another load: nothing is known there
+
+
+def test_gaps_of_trials_stay_within_bounds() -> None:
+    assert trial_gap(1.0, 1.0, 0.5, 100) == 4 and trial_gap(5.0, 3.0, 0.0, 100) == 100
+    assert trial_gap(2.0, 2.0, 0.01, 4096) == round(49 * 2.0)
