@@ -4,7 +4,8 @@ Runs under the Python of an environment that holds vLLM's CPU build; it imports 
 JSON object on stdin:
 
     {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
-     "dtype": "float32", "max_model_len": 256, "hf_overrides": {}, "seed": 0, "alone": false, "record": false, "confidence": false}
+     "dtype": "float32", "max_model_len": 256, "hf_overrides": {}, "seed": 0, "alone": false, "record": false,
+     "confidence": false}
 
 With ``record`` prompts are answered one by one, and the report has the draft tokens of every round by prompt, with
 ``confidence`` beside it (DSpark) also what the confidence head said, which the engine evaluates only where it schedules
