@@ -90,27 +90,27 @@ class Loader:
 
     def _produce(self) -> Iterator[Any]:
         """Head and packs of each window in turn."""
-        for window in self._announced():
+        windows, known = iter(self._windows), deque[Window]()
+        while True:
+            self._look_ahead(windows, known, 1)
+            if not known:
+                return
+            window = known.popleft()
             if window.epoch > 0 and getattr(self._packer.source, "filling", False):
                 yield _FIRST_EPOCH_OVER
             yield window, self._packer.weights(window)
             for step in window.steps:
+                self._look_ahead(windows, known, 0)
                 yield self._packer.pack(step, window.epoch)
 
-    def _announced(self) -> Iterator[Window]:
-        """The windows, a few later when the source wants to know what comes next."""
-        source, windows = self._packer.source, iter(self._windows)
-        known: deque[Window] = deque()
-        while True:
-            while not known or getattr(source, "wanted", 0) > 0:
-                window = next(windows, None)
-                if window is None:
-                    break
-                known.append(window)
-                self._packer.announce(window.steps)
-            if not known:
+    def _look_ahead(self, windows: Iterator[Window], known: deque[Window], least: int) -> None:
+        """Have at least so many windows ``known``, and more while the source wants to know what comes next."""
+        while len(known) < least or getattr(self._packer.source, "wanted", 0) > 0:
+            window = next(windows, None)
+            if window is None:
                 return
-            yield known.popleft()
+            known.append(window)
+            self._packer.announce(window.steps)
 
     def _next(self, clock: StepClock) -> Any:
         clock.mark("other")
