@@ -67,7 +67,7 @@ def train(options: dict[str, str], folder: Path, name: str) -> list[dict[str, An
         f"+experiment={options['experiment']}", f"features={mode}", f"features.codec={options['codec']}",
         f"run.dir={run}", f"run.name={name}", f"run.data_root={folder / data}", "run.threads=1",
         f"stages=[{'features,' * (mode == 'cached')}train]", "trainer.epochs=2", "trainer.log_every=1",
-        "trainer.validate_every=0", "trainer.save_every=0", f"trainer.global_batch_size={options['batch']}",
+        "trainer.validate_every=0", "trainer.save_every=1000000", f"trainer.global_batch_size={options['batch']}",
         f"data.num_workers={options['workers']}", f"features.queue_depth={options['depth']}", "tracking.mode=disabled",
     ]
     command = [sys.executable]
