@@ -108,10 +108,9 @@ class HybridFeatures:
             for item in self._filler.compute([missing[position] for position in chunk]):
                 found[item.sample.sample_id] = self._filler.store.add(
                     item.sample, self._split, item.features, item.last_hidden, self._dtype)
-        for item in documents:
-            if item.sample_id not in found:
-                found[item.sample_id] = self._filler.store.read(item.sample_id, self._dtype)
-        return [found[item.sample_id] for item in documents]
+        ids = [item.sample_id for item in documents]
+        found |= {name: self._filler.store.read(name, self._dtype) for name in ids if name not in found}
+        return [found[name] for name in ids]
 
     def get_stored(self, indices: Sequence[int]) -> Sequence[FeatureSample | StoredSample]:
         """The same, as it lies in the store once that is finished."""

@@ -36,7 +36,10 @@ class FeatureSource(Protocol):
     missing there.
     """
 
-    samples: Sequence[SampleInfo]
+    @property
+    def samples(self) -> Sequence[SampleInfo]:
+        """What is known of each without reading it."""
+        ...
 
     def __len__(self) -> int: ...
 
