@@ -77,7 +77,8 @@ def check_config(config: Mapping[str, Any], wanted: DrafterShape, folder: Path) 
     except InputRefused as error:
         return [Finding("config", str(error), _FIX)]
     findings = compare_shapes(found, wanted, folder)
-    if "sample_from_anchor" not in config and kind in (layout.FORMATS[0], layout.FORMATS[1]):
+    blocks = not wanted.autoregressive  # chains have no slots
+    if blocks and "sample_from_anchor" not in config and kind in (layout.FORMATS[0], layout.FORMATS[1]):
         anchor = str(wanted.sample_from_anchor).lower()
         findings.append(Finding("slots", f"{folder}/config.json has no sample_from_anchor, and engines default to "
                                 "different values", f"Write sample_from_anchor={anchor} at the top level. {_FIX}",
@@ -102,9 +103,9 @@ def check_weights(folder: Path, weights: Mapping[str, torch.Tensor], *, kind: st
               "confidence_head": "confidence_head"}
     wrong: dict[str, list[str]] = {}
     for name in sorted(weights.keys() | stored.keys()):
-        cause = groups.get(name.split(".")[0], "weights")
+        cause = groups.get(name.removeprefix("model.").split(".")[0], "weights")
         absent = name not in stored
-        if absent and (name in layout.SHARED_TENSORS or kind != "deepspec" and cause == "confidence_head"):
+        if absent and (name.endswith(layout.SHARED_TENSORS) or kind != "deepspec" and cause == "confidence_head"):
             continue  # engines then take them from the target
         if name not in weights:
             wrong.setdefault(cause, []).append(f"{name} does not belong to this drafter")
