@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from deepspec.config.compose import CONF_DIR, is_help, register_schema, to_config
 from deepspec.config.sweeping import job_overrides, read_command
 from deepspec.errors import UserError
+from deepspec.planning.validate import validate
 from deepspec.runs.names import swept
 from deepspec.runs.status import COMPLETE, STOPPED
 from deepspec.runs.sweep import JobFailed, finish, run_job
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Check the whole command, let Hydra's sweeper run the jobs, and end with the table of all of them."""
     try:
-        given = read_command(sys.argv[1:], os.environ)
+        given = read_command(sys.argv[1:], os.environ, validate)
     except UserError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         raise SystemExit(error.exit_code) from None

@@ -1,7 +1,7 @@
 """The command line of a sweep, checked value by value before the first job starts."""
 
 import fnmatch
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from hydra.core.override_parser.types import Glob, Override
 
@@ -11,6 +11,8 @@ from deepspec.config.schema_sweep import OBJECTIVES
 from deepspec.errors import ConfigError
 
 _OWN = ("sweep", "run.name", "run.dir", "tracking.group")  # the sweep's, not its jobs': those get their own
+
+Validate = Callable[[Config], None]
 
 
 class SweepCommand(NamedTuple):
@@ -22,8 +24,8 @@ class SweepCommand(NamedTuple):
     config: Config  # of the first job
 
 
-def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> SweepCommand:
-    """Check ``argv`` of a sweep.
+def read_command(argv: Sequence[str], environ: Mapping[str, str], validate: Validate) -> SweepCommand:
+    """Check ``argv`` of a sweep; ``validate`` is what checks the configuration of a single job.
 
     Raises ConfigError for whatever a single job's command would be refused for; under a launcher, where every rank
     would start the sweep; for ``run.dir``, which every job has of its own; and where no option has several values.
@@ -43,7 +45,7 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> SweepComman
         raise ConfigError("Nothing is swept. Give an option several values, as in drafter.block_size=4,8,16, or take "
                           f"one of the sweeps there are: {', '.join(f'+sweep={name}' for name in options('sweep'))}.")
     common = [str(item.input_line) for item in parsed if not item.is_sweep_override()]
-    config = check_values(varied, common)
+    config = check_values(varied, common, validate)
     objective = config.sweep.objective
     if objective not in OBJECTIVES:
         raise ConfigError(f"sweep.objective={objective!r} is unknown: use one of {', '.join(OBJECTIVES)}.")
@@ -53,14 +55,12 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> SweepComman
     return SweepCommand(flags, overrides, common, config)
 
 
-def check_values(varied: Sequence[Override], common: Sequence[str]) -> Config:
+def check_values(varied: Sequence[Override], common: Sequence[str], validate: Validate) -> Config:
     """Compose and validate a job for every single value of every swept option; returns the first one's configuration.
 
     Options are varied one by one, so that a grid of thousands is checked in seconds; a combination that is refused
     only together fails as a job.
     """
-    from deepspec.planning.validate import validate
-
     values = {item.get_key_element(): _values(item) for item in varied}
     first = {key: found[0] for key, found in values.items()}
     checked = None

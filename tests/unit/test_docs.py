@@ -50,7 +50,7 @@ def check(line: str) -> None:
     script = SCRIPTS[Path(found[place]).stem]
     assert script == ROOT / found[place], found[place]
     if script.stem == "sweep":
-        read_command(found[place + 1:], {})
+        read_command(found[place + 1:], {}, validate)
         return
     options = [word for word in found[place + 1:] if word != "-m"]
     name = script.stem if (CONF_DIR / f"{script.stem}.yaml").exists() else "train_drafter"

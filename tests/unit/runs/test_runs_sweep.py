@@ -48,7 +48,7 @@ def test_common_overrides_are_left_out_of_the_name() -> None:
 
 
 def test_a_command_is_read() -> None:
-    given = read_command(["-m", TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"], {})
+    given = read_command(["-m", TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"], {}, validate)
     assert given.overrides == [TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"]
     assert given.common == [TINY, "run.name=b", "sweep.stop_on_failure=true"]
     assert given.config.drafter.block_size == 3 and given.config.sweep.stop_on_failure
@@ -68,7 +68,7 @@ def test_a_command_is_read() -> None:
 ])
 def test_a_wrong_sweep_is_refused_before_its_first_job(words: list[str], environ: dict[str, str], part: str) -> None:
     with pytest.raises(ConfigError, match=part.replace("+", r"\+").replace("[", r"\[")):
-        read_command(["-m", *words], environ)
+        read_command(["-m", *words], environ, validate)
 
 
 @pytest.mark.parametrize("name", sorted(set(options("sweep")) - {"optuna"}))  # has no values of its own
@@ -83,7 +83,7 @@ def test_every_value_of_the_sweeps_there_are_is_a_valid_job(name: str) -> None:
 
 def test_a_search_with_optuna_composes() -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install 'deepspec[sweep]' for searches")
-    given = read_command([TINY, "+sweep=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-2))"], {})
+    given = read_command([TINY, "+sweep=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-2))"], {}, validate)
     assert given.common == [TINY, "+sweep=optuna"] and given.config.optimizer.lr == 1e-4
 
 
