@@ -41,6 +41,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("doctor")
     target_folder = save_target(folder / "target")
     config = make_config(target_folder, folder / "run")
+    config.target.feature_layers = [1, 2, 3]  # so that one layer later is no last layer
     target = load_target(config.target, device="cpu", cache_dir=folder / "cache")
     shape = shape_from(target.spec, config.target, config.drafter)
     prompts = prompt_ids(PROMPTS, WORDS)
