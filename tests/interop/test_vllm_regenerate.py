@@ -6,6 +6,7 @@ Needs DEEPSPEC_VLLM_PYTHON. The target is the micro target of ``+experiment=tiny
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,20 +32,27 @@ SERVER = Path(__file__).with_name("vllm_server.py")
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Find a function.",
                                            "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
                                                           "required": ["name"]}}}]
-TOPICS = ("os.path.join", "json.dumps", "re.sub", "sorted", "open", "print", "enumerate", "zip", "str.split", "max",
-          "collections.Counter", "itertools.chain", "math.sqrt", "random.choice", "datetime.now", "pathlib.Path")
+# To those in the places 1, 2, 7, 10, 11 and 13 the target gives an answer that ends, so that a second turn follows.
+QUESTIONS = (
+    "Explain os.path.join", "What should I look at first when a houseplant starts to drop its leaves?",
+    "What is the difference between weather and climate?", "Explain re.sub", "Explain sorted", "Explain open",
+    "Explain print", "Why do we yawn when somebody else yawns?", "Explain zip", "Explain str.split",
+    "What questions should I ask before I rent an apartment?", "Who are you?", "Explain math.sqrt",
+    "I have two hours in a city I have never been to. How do I make the most of them?", "Explain datetime.now",
+    "Explain pathlib.Path",
+)
 CLOSE = 1e-3  # logits nearer than this may change places when a product is taken in another order
 
 
 def write_prompts(path: Path) -> None:
     """Two turns each; some with a system prompt, tools and a tool's result, emoji and a control token as text."""
     with path.open("w", encoding="utf-8") as handle:
-        for index, topic in enumerate(TOPICS):
+        for index, question in enumerate(QUESTIONS):
             messages: list[dict] = [{"role": "system", "content": "You write Python. 😀"}] if index % 3 == 0 else []
-            messages += [{"role": "user", "content": f"Explain {topic}" + ("\u2028<|im_end|>" if index == 5 else "")},
+            messages += [{"role": "user", "content": question + ("\u2028<|im_end|>" if index == 5 else "")},
                          {"role": "assistant", "content": "an answer that is replaced"}]
             if index % 4 == 0:
-                messages += [{"role": "tool", "tool_call_id": "1", "content": f"{topic} is a function"}]
+                messages += [{"role": "tool", "tool_call_id": "1", "content": f"{index} results"}]
             messages += [{"role": "user", "content": "Write a function that uses it."}]
             row = {"id": f"row-{index}", "messages": messages} | ({"tools": TOOLS} if index % 4 == 0 else {})
             handle.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -80,23 +88,17 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def command(folder: Path, target: Path, prompts: Path, *options: str) -> list[str]:
-    return [sys.executable, str(ROOT / "data_prep" / "generate_responses.py"), "+experiment=tiny", "data=files",
+def command(script: str, folder: Path, target: Path, prompts: Path, *options: str) -> list[str]:
+    return [sys.executable, str(ROOT / script), "+experiment=tiny", "data=files",
             f"data.sources.0.path={prompts}", "data.near_duplicate_threshold=null",
             "data.max_prompts=null", "target.source=hf", f"target.path={target}",
-            f"run.data_root={folder}", f"run.dir={folder / 'run'}", "responses.max_tokens=24",
+            f"run.data_root={folder}", f"run.dir={folder / 'run'}", "responses.max_tokens=32",
             "responses.temperature=0", "responses.top_p=1", "responses.top_k=0", "data.max_length=320", *options]
 
 
-def run(arguments: list[str], **options: str) -> "subprocess.CompletedProcess[str]":
+def run(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(arguments, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"} | options)
-
-
-def collect(arguments: list[str]) -> None:
-    script = str(ROOT / "data_prep" / "collect_prompts.py")
-    done = run([sys.executable, script, *(item for item in arguments[2:] if not item.startswith("responses"))])
-    assert done.returncode == 0, done.stderr[-3000:]
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def part_rows(folder: Path) -> list[bytes]:
@@ -146,17 +148,17 @@ def test_a_server_that_crashes_gives_the_answers_of_the_target_in_process(tmp_pa
     folder = Path(locate(config.target, model_cache(config))).resolve()
     prompts, port = tmp_path / "prompts.jsonl", free_port()
     write_prompts(prompts)
-    own = command(tmp_path / "own", folder, prompts)
-    collect(own)
-    done = run(own)
+    done = run(command("launch/train_drafter.py", tmp_path / "own", folder, prompts, "stages=[prompts,responses]"))
     assert done.returncode == 0, done.stderr[-3000:]
 
-    there = command(tmp_path / "there", folder, prompts, "responses=server", "responses.concurrency=3",
-                    f"responses.servers=[http://127.0.0.1:{port}/v1]", "responses.patience_seconds=2")
-    collect(there)
+    there = command("data_prep/generate_responses.py", tmp_path / "there", folder, prompts, "responses=server",
+                    f"responses.servers=[http://127.0.0.1:{port}/v1]", "responses.patience_seconds=2",
+                    "responses.concurrency=3")
+    (collected,) = (tmp_path / "own").glob("*/prompts-*")
+    shutil.copytree(collected, tmp_path / "there" / collected.relative_to(tmp_path / "own"))
     with served(folder, port, tmp_path / "server.log") as server:
         before = crash_half_way(there, tmp_path / "there", server)
-    assert 5 <= len(before) < len(TOPICS)
+    assert 5 <= len(before) < len(QUESTIONS)
     with served(folder, port, tmp_path / "server.log"):
         done = run(there)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -164,7 +166,7 @@ def test_a_server_that_crashes_gives_the_answers_of_the_target_in_process(tmp_pa
     kept = {json.loads(line)["id"]: json.loads(line)["turns"] for line in before}
 
     mine, theirs = answers(tmp_path / "own"), answers(tmp_path / "there")
-    assert list(mine) == list(theirs) and len(mine) == len(TOPICS)
+    assert list(mine) == list(theirs) and len(mine) == len(QUESTIONS)
     assert max(len(row.turns) for row in theirs.values()) == 2
     target = load_target(config.target, device=torch.device("cpu"), cache_dir=model_cache(config), features=False)
     reasons, parted = set(), 0
