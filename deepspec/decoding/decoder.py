@@ -152,6 +152,9 @@ class SpeculativeDecoder:
         if self.scheduler is not None and not self.scheduler.should_draft(len(ready)):
             self._drafts.settle()
             return None
+        if self.scheduler is not None and self.scheduler.trial:
+            # The drafter's context of all skipped tokens has to be made up for: a few short requests are enough.
+            ready = sorted(sorted(ready, key=lambda slot: self._rows[slot].cached)[:max(1, len(ready) // 8)])
         rows = [self._rows[slot] for slot in ready]
         uniforms = draft_uniforms(self.sampling.seed, [row.request.id for row in rows], [row.cached for row in rows],
                                   [row.turns for row in rows], self._drafts.length)

@@ -49,9 +49,9 @@ class ThroughputScheduler:
             probe_share: share of the throughput that trying the choice predicted to be worse may cost.
             max_verify: most draft tokens of a request in one round; None: K.
             floor: tokens per second promised to every request; 0: none.
-            drift: corrects the profile by the time that settled rounds took, here and in earlier decodes. Decisions then
-                depend on the clock, so that two decodes may differ; the output distribution is the target's all the
-                same. None: the profile is believed.
+            drift: corrects the profile by the time that settled rounds took, here and in earlier decodes. Decisions
+                then depend on the clock, so that two decodes may differ; the output distribution is the target's all
+                the same. None: the profile is believed.
         """
         if policy not in ("early_stop", "lagged"):
             raise ValueError(f"policy={policy!r} must be early_stop or lagged")
@@ -90,6 +90,7 @@ class ThroughputScheduler:
             self._guess = mean / np.maximum(np.concatenate(([1.0], mean[:-1])), 1e-9)
         self._survived = self._guess * _PRIOR
         self._predicted = self._observed = _PRIOR
+        self.trial = False  # whether the round that drafts now only looks whether it would pay: a few requests will do
         self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
         # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without.
@@ -118,6 +119,7 @@ class ThroughputScheduler:
 
         With ``drift`` plain rounds are tried as well where drafting pays, since only their measured time can tell.
         """
+        self.trial = False
         if not self._history:
             return True
         made, gain, ratio = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0))
@@ -138,6 +140,7 @@ class ThroughputScheduler:
         if self._idle < trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP):
             return pays
         self._idle = 0
+        self.trial = not pays
         return not pays
 
     def _gain(self, requests: int) -> tuple[float, float]:
@@ -159,7 +162,7 @@ class ThroughputScheduler:
 
     def observe_seconds(self, requests: int, batch_tokens: int, drafted: bool, seconds: float) -> None:
         """Learn what a round really took that fed no prompt; without ``drift`` nothing is learnt from clocks."""
-        if self.drift is not None and requests:
+        if self.drift is not None and requests and not (drafted and self.trial):
             rates, plain, _ = self._priced(requests)
             place = min(batch_tokens - requests, len(rates) - 1)
             self.drift.observe(requests, drafted, seconds, 1.0 / float(rates[place]) if drafted else float(plain[0]))

@@ -106,11 +106,14 @@ class Simulation:
         """One forward of the target over all rows."""
         ready = [row for row in self._active if row.decoding]
         drafting = self._lengths.drafts(len(ready))
-        lengths = np.zeros(len(ready), dtype=np.int64)
+        asked = ready if drafting else []
+        if drafting and self._lengths.trial:
+            asked = sorted(ready, key=lambda row: row.context)[:max(1, len(ready) // 8)]
+        lengths = np.zeros(0, dtype=np.int64)
         if drafting:
-            lengths = self._lengths.choose(self._logits(ready), np.array([self._left(row) for row in ready]))
+            lengths = self._lengths.choose(self._logits(asked), np.array([self._left(row) for row in asked]))
         prompts = self._feed_prompts()
-        self._now += self._price(ready, lengths, drafting, prompts)
+        self._now += self._price(ready, lengths, prompts)
         outcome = self._outcome
         outcome.steps += 1
         outcome.draft_steps += drafting
@@ -119,7 +122,7 @@ class Simulation:
         outcome.largest_batch = max(outcome.largest_batch, len(self._active))
         outcome.verified += int(lengths.sum())
         outcome.prefill_tokens += prompts
-        self._keep(ready, lengths, drafting)
+        self._keep(ready, asked, lengths)
         for row in self._active:
             if not row.decoding and row.prefilled == row.prompt_tokens:
                 self._gain(row, 1)
@@ -151,8 +154,8 @@ class Simulation:
                 budget -= fed
         return self._limits.prefill_tokens - budget
 
-    def _price(self, ready: Sequence[SimulatedRequest], lengths: Ints, drafting: bool, prompts: int) -> float:
-        """Seconds of the step."""
+    def _price(self, ready: Sequence[SimulatedRequest], lengths: Ints, prompts: int) -> float:
+        """Seconds of the step; ``lengths`` of the requests that draft."""
         requests = len(ready)
         whole, added = self._costs.prefill_seconds(prompts, drafting=not self._policy.alone)
         if requests == 0:
@@ -165,24 +168,26 @@ class Simulation:
         if key not in self._prices:
             self._prices[key] = self._costs.verify_seconds(*key)
         draft = 0.0
-        if drafting:
-            key = (requests, 0, bucket)
+        if len(lengths):
+            key = (len(lengths), 0, bucket)
             if key not in self._prices:
-                self._prices[key] = self._costs.draft_seconds(requests, bucket)
+                self._prices[key] = self._costs.draft_seconds(len(lengths), bucket)
             draft = self._prices[key]
             self._outcome.draft_seconds += draft
         return self._prices[(requests, requests + int(lengths.sum()), bucket)] + draft + added
 
-    def _keep(self, ready: Sequence[SimulatedRequest], lengths: Ints, drafting: bool) -> None:
-        if not drafting:
-            for row in ready:
+    def _keep(self, ready: Sequence[SimulatedRequest], asked: Sequence[SimulatedRequest], lengths: Ints) -> None:
+        chosen = {id(row) for row in asked}
+        for row in ready:
+            if id(row) not in chosen:
                 self._gain(row, 1)
+        if not asked:
             return
-        blocks = [self._block(row) for row in ready]
+        blocks = [self._block(row) for row in asked]
         accepted = np.minimum(self._traces.accepted[blocks], lengths)
         self._lengths.settle(np.minimum(self._traces.known[blocks], lengths), accepted)
         self._outcome.accepted += int(accepted.sum())
-        for row, count in zip(ready, accepted.tolist()):
+        for row, count in zip(asked, accepted.tolist()):
             row.block += 1
             self._gain(row, 1 + count)
 

@@ -37,6 +37,11 @@ class Lengths:
             return False
         return self._scheduler is None or self._scheduler.should_draft(requests)
 
+    @property
+    def trial(self) -> bool:
+        """Whether the round that drafts only looks whether it would pay, and so drafts for a few requests."""
+        return self._scheduler is not None and self._scheduler.trial
+
     def choose(self, logits: Optional[Any], left: Ints) -> Ints:
         """Draft tokens to verify [R] for confidence logits [R, K] (None: no head) and tokens that can be used [R]."""
         if self._scheduler is None:

@@ -230,3 +230,16 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(InputRefused, match="twice"):
         list(run.decode([DecodeRequest("a", (3,)), DecodeRequest("a", (4,))]))
     assert list(run.decode([])) == []
+
+
+def test_a_trial_drafts_for_a_few_requests_only() -> None:
+    target, sampling = tiny_target(eos=60), Sampling(temperature=0.0)
+    drafter, requests = tiny_drafter(target), prompts(16)
+    hopeless = np.tile([0.05, 0.0, 0.0, 0.0], (40, 1))
+    scheduler = ThroughputScheduler(LinearCost(base=1.0, slope=1.0, draft=1.0), 4, probe_share=0.2).start_from(hopeless)
+    run = decoder(target, drafter, sampling, "scheduled", batch_size=16, tokens=40, scheduler=scheduler)
+    results = list(run.decode(requests))
+    drafted = sum(item.drafted > 0 for result in results for item in result.rounds)
+    assert 0 < run.timings.draft_steps < run.timings.steps / 2
+    assert drafted <= 2 * run.timings.draft_steps
+    assert answers(results) == plain(target, requests, 40, sampling)
