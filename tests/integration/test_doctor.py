@@ -64,12 +64,11 @@ def render(case: Case) -> Any:
 
 
 def look(case: Case, drafter: Any, target: Optional[Any] = None, folder: Optional[Path] = None,
-         rendering: Optional[Any] = None, traffic: float = -1.0) -> tuple[Exam, Diagnosis]:
-    """Serve ``drafter`` and examine the server. ``traffic``: temperature of requests that were served before."""
+         rendering: Optional[Any] = None, before: tuple[int, ...] = ()) -> tuple[Exam, Diagnosis]:
+    """Serve ``drafter`` and examine the server. ``before``: rounds that accepted each position, of 200 earlier ones."""
     with FakeVllm(target or case.session.target, drafter, render=rendering or render(case)) as server:
-        if traffic >= 0:
-            for ids in prompt_ids(PROMPTS, WORDS, seed=9):
-                server.complete({"prompt": ids, "temperature": traffic, "max_tokens": 48, "ignore_eos": True})
+        if before:
+            server.drafts, server.accepted = 200, list(before)
         config = replace(case.config, doctor=replace(case.config.doctor, endpoint=server.url,
                                                      drafter=str(folder or case.export)))
         return examine_server(config, case.session, connect(config.doctor))
@@ -207,10 +206,10 @@ def test_altered_and_other_targets(case: Case, tmp_path: Path) -> None:
     assert "base_model" in causes(diagnosis)
 
 
-def test_traffic_that_is_hotter_than_the_reference(case: Case) -> None:
-    exam, diagnosis = look(case, case.session.drafter, traffic=1.0)
-    assert exam.traffic.rounds > 50
-    assert causes(diagnosis) == ["traffic"] and "temperature" in diagnosis.findings[0].says
+def test_traffic_that_accepts_less_than_the_reference(case: Case) -> None:
+    exam, diagnosis = look(case, case.session.drafter, before=(30, 5, 1, 0))
+    assert exam.traffic.rounds == 200 and exam.served.prompts == exam.expected.prompts
+    assert causes(diagnosis) == ["traffic"] and "accepted 1.18 tokens" in diagnosis.findings[0].says
 
 
 def edited(export: Path, folder: Path, **changes: Any) -> Path:
