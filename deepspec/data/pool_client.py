@@ -80,10 +80,11 @@ class PoolClient:
         return self._pool.servers
 
     async def get(self, url: str) -> Any:
-        """JSON of something that is nice to know; None when it cannot be had."""
+        """A JSON object that is nice to know; None when it cannot be had."""
         try:
             response = await self._http.get(url, timeout=_CONNECT_TIMEOUT)
-            return response.json() if response.status_code == 200 else None
+            found = response.json() if response.status_code == 200 else None
+            return found if isinstance(found, dict) else None
         except (httpx.HTTPError, ValueError):
             return None
 

@@ -19,6 +19,7 @@ from deepspec.data.batch import FeatureSample, Sample
 from deepspec.data.engines.capture import Captured, EngineOptions, HiddenStateEngine, ServerMisused, TokenLogProb
 from deepspec.data.engines.sglang_hidden import SglangHidden
 from deepspec.data.engines.vllm_hidden import VllmHidden
+from deepspec.data.feature_format import LARGEST_MAGNITUDE, usable
 from deepspec.data.pool_client import RowRejected
 from deepspec.data.server_pool import ServersDead
 from deepspec.errors import InputRefused, UserError
@@ -166,10 +167,21 @@ class ServedTarget:
             if isinstance(item, Refusal):
                 raise UserError(f"A sample of {lengths[int(item.sample_id)]} tokens got no hidden states: "
                                 f"{item.reason}. With features.server.store=true such a sample is set aside instead.")
+            self._check_numbers(item, lengths[int(item.sample.sample_id)])
             found[item.sample.sample_id] = item
         ordered = [found[sample.sample_id] for sample in samples]
         return Encoded(torch.cat([item.features for item in ordered]).to(self.device),
                        torch.cat([item.last_hidden for item in ordered]))
+
+    def _check_numbers(self, item: FeatureSample, tokens: int) -> None:
+        """As the writer of a store does, where there is no store."""
+        for place, layer in enumerate(self._layers):
+            values = item.features[:, place * self._width:(place + 1) * self._width]
+            if not usable(values):
+                row, channel = torch.nonzero(~(values.abs() <= LARGEST_MAGNITUDE))[0].tolist()
+                raise UserError(f"A sample of {tokens} tokens came with unusable hidden states: layer {layer}: value "
+                                f"{values[row, channel].item()} at token {row}, channel {channel}. With "
+                                "features.server.store=true such a sample is set aside instead.")
 
     def _checked_sample(self, sample: Sample, captured: Captured) -> FeatureSample:
         thorough = captured.server not in self._checked
@@ -220,13 +232,15 @@ class ServedTarget:
 
 
 def logprob_error(head: Head, last_hidden: Tensor, logprobs: Sequence[TokenLogProb]) -> float:
-    """Mean absolute difference in nats; infinite for a NaN, 0 where nothing is known."""
+    """Mean absolute difference in nats; infinite for a NaN or another vocabulary, 0 where nothing is known."""
     if not logprobs:
         return 0.0
     total = 0.0
     for begin in range(0, len(logprobs), _CHUNK):
         part = logprobs[begin:begin + _CHUNK]
         logits = head.logits(last_hidden[[entry.position for entry in part]])
+        if not all(0 <= entry.token < logits.shape[-1] for entry in part):
+            return float("inf")
         tokens = torch.tensor([entry.token for entry in part], device=logits.device)
         own = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         theirs = torch.tensor([entry.value for entry in part], device=logits.device)

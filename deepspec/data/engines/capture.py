@@ -11,6 +11,10 @@ from torch import Tensor
 from deepspec.data.server_pool import BreakerOptions, Server
 
 
+# What a reply that parses as JSON, but is built in another way, makes of code that takes it apart.
+MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
+
 class ServerMisused(Exception):
     """The first reply of a server shows that it was started for something else: every row would fail."""
 

@@ -14,7 +14,14 @@ import httpx
 import torch
 from torch import Tensor
 
-from deepspec.data.engines.capture import Captured, EngineOptions, ServerMisused, TokenLogProb, echo_problem
+from deepspec.data.engines.capture import (
+    MALFORMED,
+    Captured,
+    EngineOptions,
+    ServerMisused,
+    TokenLogProb,
+    echo_problem,
+)
 from deepspec.data.pool_client import Call, PoolClient, RowRejected, TryAgain
 from deepspec.data.server_pool import Server
 
@@ -72,18 +79,18 @@ class SglangHidden:
                     "return_hidden_states": True, **asked}
 
         async def read(response: httpx.Response, server: Server) -> tuple[Tensor, tuple[TokenLogProb, ...], str]:
-            return *await asyncio.to_thread(self._read, response, server, ids, width), server.url
+            try:
+                return *await asyncio.to_thread(self._read, response, server, ids, width), server.url
+            except MALFORMED as error:
+                raise TryAgain(f"{server.url}: no usable reply ({type(error).__name__}: {error})") from None
 
         return await client.call(Call("/generate", body, self._options.timeout(len(ids)), read), row)
 
     def _read(self, response: httpx.Response, server: Server, ids: list[int],
               width: int) -> tuple[Tensor, tuple[TokenLogProb, ...]]:
-        try:
-            meta = response.json()["meta_info"]
-            count, known = int(meta["prompt_tokens"]), meta.get("input_token_logprobs")
-            logprobs = _logprobs(known, meta.get("output_token_logprobs"), len(ids))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise TryAgain(f"{server.url}: no usable reply ({type(error).__name__}: {error})") from None
+        meta = response.json()["meta_info"]
+        count, known = int(meta["prompt_tokens"]), meta.get("input_token_logprobs")
+        logprobs = _logprobs(known, meta.get("output_token_logprobs"), len(ids))
         problem = echo_problem(ids, [entry[1] for entry in known]) if known else (
             None if count == len(ids) else f"{count} prompt tokens were seen, {len(ids)} were sent")
         if problem is not None:
@@ -99,10 +106,10 @@ class SglangHidden:
         kind = RowRejected if server.url in self._proved else ServerMisused
         try:
             rows = join_rows(values)
-        except (ValueError, TypeError) as error:
+        except (*MALFORMED, RuntimeError) as error:  # torch has RuntimeError for parts that do not fit together
             raise kind(f"{server.url}: hidden states that are no table of numbers ({error})") from None
-        if rows.shape[1] != width:
-            raise kind(f"{server.url}: hidden states of width {rows.shape[1]}; expected {width}. Layers must be "
+        if rows.dim() != 2 or rows.shape[1] != width:
+            raise kind(f"{server.url}: hidden states of width {rows.shape[-1]}; expected {width}. Layers must be "
                        f"--return-aux-hidden-state-layer-ids {' '.join(map(str, self._options.layers))} in "
                        "features.server.servers, and no layers in features.server.last_servers")
         if len(rows) != tokens:

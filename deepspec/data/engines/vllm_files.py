@@ -25,22 +25,27 @@ class FileProblem(Exception):
     """The file did not come, is not whole, or is not what was asked for."""
 
 
-def take(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> dict[str, Tensor]:
-    """The tensors of ``path``, waiting at most ``seconds`` for them; file and lock are deleted, whatever happens.
+def take(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False,
+         job: Optional[str] = None) -> dict[str, Tensor]:
+    """The tensors of ``path``, waiting at most ``seconds`` for them; file and lock are then deleted.
 
-    Gives up early once ``stopped`` says so. Raises FileProblem.
+    The name comes from a server: what is neither named after ``job`` nor has such tensors is not ours to delete. Gives
+    up early once ``stopped`` says so. Raises FileProblem.
     """
+    ours = job is not None and job in path.name
     try:
         _wait(path, time.monotonic() + seconds, stopped)
         with safe_open(path, framework="pt") as handle:
             missing = [name for name in KEYS if name not in handle.keys()]
             if missing:
                 raise FileProblem(f"{path} has no tensor {missing[0]!r}, only {', '.join(handle.keys())}")
+            ours = True
             return {name: handle.get_tensor(name) for name in KEYS}
     except (OSError, SafetensorError) as error:
         raise FileProblem(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     finally:
-        remove(path)
+        if ours:
+            remove(path)
 
 
 def _wait(path: Path, deadline: float, stopped: Callable[[], bool]) -> None:

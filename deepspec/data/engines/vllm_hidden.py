@@ -16,7 +16,14 @@ import httpx
 import torch
 from torch import Tensor
 
-from deepspec.data.engines.capture import Captured, EngineOptions, ServerMisused, TokenLogProb, echo_problem
+from deepspec.data.engines.capture import (
+    MALFORMED,
+    Captured,
+    EngineOptions,
+    ServerMisused,
+    TokenLogProb,
+    echo_problem,
+)
 from deepspec.data.engines.vllm_files import FileProblem, sweep, take
 from deepspec.data.pool_client import Call, PoolClient, RowRejected, TryAgain
 from deepspec.data.server_pool import Server
@@ -48,7 +55,7 @@ class VllmHidden:
         model = await self._client.connect()
         url = self._client.servers[0].url
         version = await self._client.get(f"{url.removesuffix('/v1')}/version") or {}
-        listed = (await self._client.get(f"{url}/models") or {}).get("data", [])
+        listed = (await self._client.get(f"{url}/models") or {}).get("data", [])  # in this form: connect has read it
         roots = [entry.get("root") for entry in listed if entry.get("id") == model]  # what it was started with
         return {"engine": "vllm", "engine_version": version.get("version"), "model": model,
                 "model_root": roots[0] if roots else None}
@@ -71,24 +78,24 @@ class VllmHidden:
             return {"prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "logprobs": 1, **first}
 
         async def read(response: httpx.Response, server: Server) -> Captured:
-            return await self._read(response, server, ids, seconds)
+            try:
+                return await self._read(response, server, ids, seconds)
+            except MALFORMED as error:
+                raise TryAgain(f"{server.url}: no usable reply ({type(error).__name__}: {error})") from None
 
         name = f"{self._options.job}-{uuid.uuid4().hex[:12]}"
         return await self._client.call(Call("completions", body, seconds, read, headers={"X-Request-Id": name}), row)
 
     async def _read(self, response: httpx.Response, server: Server, ids: list[int], seconds: float) -> Captured:
-        try:
-            reply = response.json()
-            choice, transfer = reply["choices"][0], reply.get("kv_transfer_params") or {}
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise TryAgain(f"{server.url}: no usable reply ({type(error).__name__}: {error})") from None
+        reply = response.json()
+        choice, transfer = reply["choices"][0], reply.get("kv_transfer_params") or {}
         named = transfer.get("hidden_states_path")
         if not isinstance(named, str):
             raise ServerMisused(f"{server.url} answers without kv_transfer_params.hidden_states_path: it was not "
                                 "started to hand out hidden states")
         path = self._here(named)
         try:
-            tensors = await asyncio.to_thread(take, path, seconds, lambda: self._closed)
+            tensors = await asyncio.to_thread(take, path, seconds, lambda: self._closed, self._options.job)
         except FileProblem as problem:
             if server.url in self._proved:
                 raise TryAgain(f"{server.url}: {problem}") from None
@@ -148,6 +155,6 @@ def read_logprobs(choice: dict[str, Any], ids: Sequence[int]) -> tuple[TokenLogP
         values = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         if made and values and values[0] is not None:
             found.append(TokenLogProb(len(ids) - 1, int(made[0]), float(values[0])))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except MALFORMED as error:
         raise RowRejected(f"log-probabilities of another form ({type(error).__name__}: {error})") from None
     return tuple(found)
