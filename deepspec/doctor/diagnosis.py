@@ -24,11 +24,16 @@ class Diagnosis:
     causes: dict[str, float]  # by acceptance; empty where nothing is missing
 
 
-def is_short(exam: Exam, tolerance: float) -> bool:
-    """Whether the engine accepts less than offline, beyond the tolerance and beyond chance."""
+def is_short(exam: Exam, tolerance: float, certainty: float) -> bool:
+    """Whether the engine accepts less than offline, beyond the tolerance and beyond chance.
+
+    Beyond chance: the interval of the gap lies above 0, or the counts speak against a drafter run as trained. The
+    second needs fewer prompts, since the replay predicts the counts of each.
+    """
     gap, low, _ = exam.gap()
     offline = exam.offline.acceptance_length or 1.0
-    return gap > tolerance * offline and low > 0.0
+    unlike = by_cause(exam.ranked).get(AS_TRAINED, 1.0) < 1.0 - certainty
+    return gap > tolerance * offline and (low > 0.0 or unlike)
 
 
 def _share(exam: Exam, length: Optional[float]) -> Optional[float]:
@@ -147,12 +152,12 @@ def unnoticed(exam: Exam, tolerance: float) -> list[Finding]:
 def diagnose(exam: Exam, static: Sequence[Finding], rendered: Sequence[Finding], *, trained: int, tolerance: float,
              certainty: float, sampled: Optional[float] = None) -> Diagnosis:
     """Everything put together. ``static``: findings of the files, ``rendered``: of the prompts."""
-    short = is_short(exam, tolerance)
+    short = is_short(exam, tolerance, certainty)
     text = text_findings(exam)
     lengths = length_findings(exam, trained, tolerance)
     found: list[Finding] = []
     files = list(static)
-    if is_short(replace_offline(exam), tolerance):
+    if is_short(replace_offline(exam), tolerance, certainty):
         found, files = acceptance_findings(exam, static, certainty, any(item.kind == FAULT for item in text))
     traffic = [] if short else traffic_findings(exam, tolerance, sampled)
     notes = [] if short else unnoticed(exam, tolerance)
