@@ -81,6 +81,9 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]], job: Optional[st
     """Check the whole command before torch is imported. Returns Hydra's flags and the overrides."""
     overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
     overrides = with_stored_overrides(overrides)
+    if any(item.key_or_group.partition(".")[0] == "sweep" for item in parse_overrides(overrides)):
+        raise ConfigError("sweep and its options belong to python launch/sweep.py -m, which starts this script once "
+                          "for every job.")
     if is_help(flags):
         compose_checked(overrides, config_name)
         return flags, overrides

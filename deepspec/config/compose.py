@@ -52,7 +52,7 @@ def adapt_argv(argv: list[str], environ: Mapping[str, str]) -> list[str]:
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(
             "-m starts a sweep, and a sweep starts its own launcher for every job. "
-            "Leave -m out here, or run one job per value under different run.name."
+            "Run it without one: python launch/sweep.py -m +experiment=NAME OPTION=VALUE,VALUE"
         )
     if int(environ.get("RANK", "0")) > 0:
         argv += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

@@ -28,7 +28,8 @@ def test_every_group_choice_composes(group: str) -> None:
         return
     for choice in options(group):
         extra = ["data.sources.0.path=p.jsonl"] if (group, choice) == ("data", "files") else []
-        compose_config(["+experiment=tiny", f"{group}={choice}", *extra])
+        plus = "+" if group == "sweep" else ""  # in no defaults list, as experiment
+        compose_config(["+experiment=tiny", f"{plus}{group}={choice}", *extra])
 
 
 def test_experiments_hold_the_published_recipe() -> None:

@@ -21,6 +21,7 @@ from deepspec.runs.child import Child, command, last_lines
 from deepspec.runs.names import job_name, swept
 from deepspec.runs.objective import read_objective
 from deepspec.runs.status import COMPLETE, FAILED, SKIPPED, STATUS, STOPPED, JobStatus, read_status, read_sweep
+from tests.conftest import script
 
 TINY = "+experiment=tiny"
 
@@ -48,7 +49,8 @@ def test_common_overrides_are_left_out_of_the_name() -> None:
 
 
 def test_a_command_is_read() -> None:
-    given = read_command(["-m", TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"], {}, validate)
+    words = ["-m", TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"]
+    given = read_command(words, {}, validate)
     assert given.overrides == [TINY, "drafter.block_size=3,4", "run.name=b", "sweep.stop_on_failure=true"]
     assert given.common == [TINY, "run.name=b", "sweep.stop_on_failure=true"]
     assert given.config.drafter.block_size == 3 and given.config.sweep.stop_on_failure
@@ -69,6 +71,11 @@ def test_a_command_is_read() -> None:
 def test_a_wrong_sweep_is_refused_before_its_first_job(words: list[str], environ: dict[str, str], part: str) -> None:
     with pytest.raises(ConfigError, match=part.replace("+", r"\+").replace("[", r"\[")):
         read_command(["-m", *words], environ, validate)
+
+
+def test_other_scripts_refuse_what_is_a_sweep_s() -> None:
+    result = script("train_drafter", TINY, "+sweep=depth")
+    assert result.returncode == 2 and "launch/sweep.py" in result.stderr
 
 
 @pytest.mark.parametrize("name", sorted(set(options("sweep")) - {"optuna"}))  # has no values of its own
