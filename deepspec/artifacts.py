@@ -148,6 +148,8 @@ def read_manifest(directory: os.PathLike | str) -> Optional[Manifest]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except OSError as error:  # a file where a folder should be, no permission
+        raise InputRefused(f"{path} cannot be read ({error.strerror}). Is {directory} the right folder?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputRefused(f"{path} is not readable as JSON ({error}). Delete the folder and make it again.") from None
     version = values.get("schema_version") if isinstance(values, dict) else None
@@ -157,6 +159,11 @@ def read_manifest(directory: os.PathLike | str) -> Optional[Manifest]:
     if missing:
         raise InputRefused(f"{path} is not the manifest of an artifact: it has no {', '.join(missing)}. Is "
                            f"{directory} the right folder?")
+    tables = ("inputs", "files", "facts", "config", "packages")
+    wrong = [key for key in tables if not isinstance(values.get(key, {}), dict)]
+    if wrong:
+        raise InputRefused(f"{path} is damaged: {wrong[0]}={values[wrong[0]]!r} is no table of names and values. "
+                           "Delete the folder and make it again.")
     return Manifest(**{key: values[key] for key in Manifest.__dataclass_fields__ if key in values})
 
 

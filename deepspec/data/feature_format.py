@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import torch
 
@@ -145,11 +145,33 @@ def read_header(directory: Path) -> tuple[artifacts.Manifest, StoreHeader]:
     manifest = artifacts.require_complete(directory, "Features", COMMAND)
     if manifest.producer != PRODUCER or "header" not in manifest.facts:
         raise InputRefused(f"{directory} was made by stage {manifest.producer!r}, expected {PRODUCER!r}.")
-    header = header_from_json(manifest.facts["header"])
-    if header.store_version != STORE_VERSION:
-        raise InputRefused(f"{directory} has store_version {header.store_version}, this code reads {STORE_VERSION}. "
+    values = manifest.facts["header"]
+    version = values.get("store_version") if isinstance(values, dict) else None
+    if version != STORE_VERSION:
+        raise InputRefused(f"{directory} has store_version {version}, this code reads {STORE_VERSION}. "
                            f"Delete it and make the features again with: {COMMAND}")
-    return manifest, header
+    problem = _header_problem(values, manifest.facts.get("shards"))
+    if problem is not None:
+        raise InputRefused(f"{directory / artifacts.MANIFEST} does not describe a feature store: {problem}. Was it "
+                           f"edited? Make the features again with: {COMMAND}, or import them again.")
+    return manifest, header_from_json(values)
+
+
+def _header_problem(values: dict[str, Any], shards: Any) -> Optional[str]:
+    """What keeps a manifest from describing a store of this version."""
+    names = set(StoreHeader.__dataclass_fields__)
+    if values.keys() != names:
+        return f"header has {', '.join(sorted(values.keys() ^ names))} too many or too few"
+    layers, width = values["layers"], values["hidden_size"]
+    good = {
+        "layers": isinstance(layers, list) and bool(layers) and all(isinstance(layer, int) for layer in layers),
+        "hidden_size": isinstance(width, int) and width > 0,
+        "codec": values["codec"] in codecs.CODECS,
+    }
+    wrong = [f"{name}={values[name]!r}" for name, right in good.items() if not right]
+    if not isinstance(shards, dict) or not all(isinstance(shard, dict) for shard in shards.values()):
+        wrong.append(f"shards={shards!r}")
+    return ", ".join(wrong) or None
 
 
 def header_from_json(values: dict[str, Any]) -> StoreHeader:

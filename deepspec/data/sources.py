@@ -17,6 +17,7 @@ from deepspec.data.feature_store import FeatureStore
 from deepspec.errors import InputRefused
 
 log = logging.getLogger(__name__)
+MAKE_AGAIN = "Delete that folder and make them again with: data_prep/extract_features.py"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Expected:
 
 
 def check_header(directory: os.PathLike | str, header: StoreHeader, expected: Expected,
-                 allow: frozenset[str] = frozenset()) -> None:
-    """Raise InputRefused naming the first field that differs and both values; fields in ``allow`` only warn.
+                 allow: frozenset[str] = frozenset(), remedy: str = MAKE_AGAIN) -> None:
+    """Raise InputRefused naming the first field that differs, both values and ``remedy``; those in ``allow`` only warn.
 
     Nothing compares paths: a model that moved to another folder keeps its fingerprint.
     """
@@ -84,8 +85,7 @@ def check_header(directory: os.PathLike | str, header: StoreHeader, expected: Ex
             continue
         message = f"{directory}: features have {name}={_shown(found)}, but this run needs {name}={_shown(wanted)}."
         if name not in allow:
-            raise InputRefused(f"{message} Delete that folder and make them again "
-                               "with: data_prep/extract_features.py")
+            raise InputRefused(f"{message} {remedy}")
         log.warning("%s Used anyway, as asked.", message)
 
 
@@ -111,9 +111,10 @@ class CachedFeatures:
     """Samples of a finished feature store. Raises InputRefused if it is of another target, layers or renderer."""
 
     def __init__(self, directory: os.PathLike | str, *, split: str = "train", expected: Optional[Expected] = None,
-                 dtype: Optional[torch.dtype] = None, allow: frozenset[str] = frozenset()) -> None:
+                 dtype: Optional[torch.dtype] = None, allow: frozenset[str] = frozenset(),
+                 remedy: str = MAKE_AGAIN) -> None:
         self.store = FeatureStore(Path(directory), split)
-        check_header(directory, self.store.header, expected or Expected(), allow)
+        check_header(directory, self.store.header, expected or Expected(), allow, remedy)
         # A record keeps last_hidden of the valid anchors, so the index already says how many there are.
         self.samples = [
             SampleInfo(row.sample_id, row.domain, row.tokens, row.label_rows) for row in self.store.records

@@ -20,12 +20,17 @@ def check_given_store(config: Config, stages: Sequence[str]) -> None:
         return
     directory = paths.features_dir(config)
     manifest = artifacts.read_manifest(directory)
-    if manifest is None or manifest.producer != "features" or "header" not in manifest.facts:
+    header = None if manifest is None else manifest.facts.get("header")
+    if manifest is None or manifest.producer != "features" or not isinstance(header, dict):
         raise InputRefused(f"features.path={config.features.path!r} is not a feature store. A cache of DeepSpec, "
                            f"SpecForge or speculators becomes one with: {IMPORT}")
     if manifest.status != "complete":
         raise InputRefused(f"features.path={config.features.path!r} is unfinished. Run again what was making it.")
-    found, wanted = manifest.facts["header"].get("layers"), list(config.target.feature_layers)
+    width, own = header.get("hidden_size"), config.target.shape.hidden_size
+    if width != own:  # no features.allow helps: the drafter has the width of this target
+        raise InputRefused(f"features.path={config.features.path!r} has hidden states of width {width}, but target "
+                           f"{config.target.name!r} has {own}. Choose the target the store was made of.")
+    found, wanted = header.get("layers"), list(config.target.feature_layers)
     if found != wanted:
         raise InputRefused(f"features.path={config.features.path!r} has hidden states of layers {found}, but "
                            f"target.feature_layers={wanted}. Set target.feature_layers={found}, or give another store.")
@@ -52,8 +57,8 @@ def check_hidden_state_servers(config: Config, stages: Sequence[str]) -> None:
         failures = [failure for url in urls if (failure := connect_failure(url)) is not None]
         if urls and len(failures) == len(urls):
             raise InputRefused(f"No server of features.server.{key} answers: {'; '.join(failures)}. Start one, for "
-                               f"example: {serve_command(config, last=key == 'last_servers')} -- or use features=cached "
-                               "or features=online.")
+                               f"example: {serve_command(config, last=key == 'last_servers')} -- or use features=cached"
+                               " or features=online.")
 
 
 def serve_command(config: Config, *, last: bool = False) -> str:

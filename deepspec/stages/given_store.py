@@ -16,6 +16,9 @@ from deepspec.data.subset import Subset
 from deepspec.errors import InputRefused
 
 log = logging.getLogger(__name__)
+# The store is somebody else's: nobody is told to delete it.
+REMEDY = ("Choose the target, layers and template it was made of, or another store as features.path. A difference that "
+          "is meant is listed in features.allow.")
 GivenSplit = CachedFeatures | Subset
 
 
@@ -41,7 +44,7 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
     if target_dtype is not None and header.source_dtype != target_dtype:
         log.warning("features: %s has hidden states in %s, but target.dtype=%s: training starts from other rounding "
                     "than the target of this run has", directory, header.source_dtype, target_dtype)
-    opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow)
+    opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow, remedy=REMEDY)
     train, held_out = opened(split="train"), opened(split="held_out")
     if not len(train) and not len(held_out):
         raise InputRefused(f"{directory} has no samples to train on.")

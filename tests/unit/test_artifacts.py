@@ -43,6 +43,18 @@ def test_unreadable_and_foreign_manifests_are_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": 1, "stages": {}}))
     with pytest.raises(InputRefused, match="not the manifest of an artifact.*producer, status, fingerprint"):
         artifacts.read_manifest(tmp_path)
+    with pytest.raises(InputRefused, match="manifest.json/manifest.json cannot be read .Not a directory."):
+        artifacts.read_manifest(tmp_path / "manifest.json")
+
+
+@pytest.mark.parametrize("table", ["inputs", "files", "facts", "config", "packages"])
+@pytest.mark.parametrize("value", [None, [1], "text"])
+def test_a_manifest_whose_tables_are_none_is_refused(tmp_path: Path, table: str, value: object) -> None:
+    artifacts.begin(tmp_path, "features", "f")
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {table: value}))
+    with pytest.raises(InputRefused, match=f"manifest.json is damaged: {table}="):
+        artifacts.read_manifest(tmp_path)
 
 
 def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,33 @@ def test_a_changed_index_is_refused(tmp_path: Path) -> None:
     assert features_main(["verify", str(tmp_path)]) == 3
 
 
+@pytest.mark.parametrize("change, said", [
+    ({"codec": "int4"}, "codec='int4'"), ({"codec": None}, "codec=None"), ({"layers": None}, "layers=None"),
+    ({"layers": []}, "layers=."), ({"layers": ["1"]}, "layers="), ({"hidden_size": 0}, "hidden_size=0"),
+    ({"hidden_size": "96"}, "hidden_size='96'"), ({"new": 1}, "header has new"),
+    ({"store_version": 1}, "store_version 1"), (None, "store_version None"),
+])
+def test_a_manifest_that_describes_no_store_is_refused(tmp_path: Path, change: Any, said: str) -> None:
+    store(tmp_path, items(2))
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["facts"]["header"] = manifest["facts"]["header"] | change if change else "text"
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused, match=said):
+        FeatureStore(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [None, [], {"shard-00000-00000": 3}])
+def test_a_manifest_without_shards_is_refused(tmp_path: Path, shards: Any) -> None:
+    store(tmp_path, items(2))
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["facts"]["shards"] = shards
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused, match="does not describe a feature store: shards="):
+        FeatureStore(tmp_path)
+
+
 def test_verify_refuses_what_is_no_store(tmp_path: Path) -> None:
     assert features_main(["verify", str(tmp_path)]) == 3
     with pytest.raises(SystemExit) as usage:

@@ -107,3 +107,15 @@ def test_a_given_store_must_be_there(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="is not a feature store"):
         check_given_store(config, ["train"])
     check_given_store(config, ["report"])
+    (tmp_path / "file").write_text("x")
+    config.features.path = str(tmp_path / "file")
+    with pytest.raises(InputRefused, match="Is .*file the right folder"):
+        check_given_store(config, ["train"])
+    config.features.path = str(tmp_path)
+    for header, said in ((3, "is not a feature store"), ({"layers": [1, 4, 6]}, "width None, but target 'micro' has"),
+                         ({"hidden_size": 64}, "of width 64, but target 'micro' has 128")):
+        (tmp_path / "manifest.json").write_text(json.dumps(
+            {"schema_version": 1, "producer": "features", "status": "complete", "fingerprint": "",
+             "facts": {"header": header}}))
+        with pytest.raises(InputRefused, match=said):
+            check_given_store(config, ["train"])
