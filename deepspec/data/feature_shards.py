@@ -221,7 +221,7 @@ class FeatureWriter:
             return error
         return UserError(
             f"{self.directory}: {reason} after {self.samples} samples ({human_bytes(self.bytes)}) of this rank. "
-            f"Finished shards are valid; make room and run {COMMAND} again: it continues from there."
+            "Finished shards are valid; make room and start the same command again: it continues from there."
         )
 
 

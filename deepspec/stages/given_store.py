@@ -46,8 +46,8 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
                     "than the target of this run has", directory, header.source_dtype, target_dtype)
     opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow, remedy=REMEDY)
     train, held_out = opened(split="train"), opened(split="held_out")
-    if not len(train) and not len(held_out):
-        raise InputRefused(f"{directory} has no samples to train on.")
+    if not len(train):
+        raise InputRefused(f"{directory} has no samples to train on, {len(held_out)} are held out there.")
     longest = max(info.length for part in (train, held_out) for info in part.samples)
     if max_length is not None and longest > max_length:
         log.warning("features: %s has samples of up to %d tokens, which data.max_length=%d does not cut: hidden states "
@@ -57,6 +57,9 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
     parts = [Subset(train, partial(_belongs, split, held_out_fraction)) for split in ("train", "held_out")]
     log.info("features: %s holds out no samples; %d of %d are held out now, by the hash of their ids "
              "(features.held_out_fraction=%g)", directory, len(parts[1]), len(train), held_out_fraction)
+    if not len(parts[0]):
+        raise InputRefused(f"{directory}: the hash of their ids holds out all {len(train)} samples with "
+                           f"features.held_out_fraction={held_out_fraction}. Lower it, or set it to 0.")
     return parts[0], parts[1], f"{manifest.fingerprint}:{held_out_fraction}"
 
 

@@ -174,7 +174,7 @@ def test_a_disk_that_fills_up_leaves_finished_shards(tmp_path: Path, monkeypatch
         return Full(handle) if str(path).endswith(".bin.tmp") else handle
 
     monkeypatch.setattr(builtins, "open", limited)
-    with pytest.raises(UserError, match="disk is full after [1-9] samples"):
+    with pytest.raises(UserError, match="disk is full after [1-9] samples.*start the same command again"):
         write(tmp_path, samples)
     monkeypatch.undo()
     assert not list(tmp_path.glob(".*"))

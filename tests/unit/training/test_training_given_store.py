@@ -17,7 +17,7 @@ from tiny_data import MASK, save_target  # noqa: E402
 from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_training import tiny_config  # noqa: E402
 
-from deepspec.artifacts import read_manifest  # noqa: E402
+from deepspec.artifacts import read_manifest, sha256_file  # noqa: E402
 from deepspec.config.paths import features_dir, responses_dir  # noqa: E402
 from deepspec.config.schema import Config, TargetConfig, TargetShape  # noqa: E402
 from deepspec.config.schema_evaluation import BenchmarkConfig  # noqa: E402
@@ -190,3 +190,34 @@ def test_looked_at_before_anything_starts(tmp_path: Path, rows: list[Row], folde
     assert read_manifest(store).status == "incomplete"
     with pytest.raises(InputRefused, match="is unfinished"):
         check_given_store(config, ["train"])
+
+
+def kept(store: Path, split: str, becomes: str) -> None:
+    """Leave the first two samples of ``split`` in an index, as of the split ``becomes``."""
+    rows = [json.loads(line) for line in (store / "index.jsonl").read_text().splitlines()]
+    rows = [row | {"split": becomes} for row in rows if row["split"] == split][:2]
+    (store / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["files"]["index.jsonl"] = sha256_file(store / "index.jsonl")
+    (store / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("becomes, fraction, said", [
+    ("held_out", 0.3, "has no samples to train on, 2 are held out there"),
+    ("train", 0.999999, "holds out all 2 samples with features.held_out_fraction=0.999999. Lower it"),
+])
+def test_a_store_without_training_samples_is_refused(tmp_path: Path, rows: list[Row], folder: Path, becomes: str,
+                                                     fraction: float, said: str) -> None:
+    store = imported("deepspec", tmp_path, rows, folder)
+    kept(store, "train", becomes)
+    config = run_config(tmp_path, folder, store)
+    config.features.held_out_fraction = fraction
+    with pytest.raises(InputRefused, match=said):
+        train.run(config)
+
+
+def test_advice_about_a_given_store_never_says_to_delete_it(tmp_path: Path, rows: list[Row], folder: Path) -> None:
+    store = imported("deepspec", tmp_path, rows, folder)
+    with pytest.raises(InputRefused, match="target_fingerprint=.*another store as features.path") as refused:
+        train.run(run_config(tmp_path, save_target(tmp_path / "other", seed=3), store))
+    assert "Delete" not in str(refused.value)
