@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 from typing import Sequence
 from urllib.parse import urlsplit
 
@@ -53,6 +54,10 @@ def check_hidden_state_servers(config: Config, stages: Sequence[str]) -> None:
     asked = "features" in stages if server.store else "train" in stages
     if config.features.mode != "server" or not asked or (server.store and _stored(config)):
         return
+    if server.files is not None and not Path(server.files).expanduser().is_dir():
+        raise InputRefused(f"features.server.files={server.files!r} is not a folder here. Give the folder in which the "
+                           "server leaves its files (shared_storage_path) under its name on this machine, or null if "
+                           "both names are the same.")
     for key, urls in (("servers", server.servers), ("last_servers", server.last_servers)):
         failures = [failure for url in urls if (failure := connect_failure(url)) is not None]
         if urls and len(failures) == len(urls):

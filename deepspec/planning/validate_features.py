@@ -1,6 +1,7 @@
 """Checks of the options of hidden states."""
 
 import math
+from urllib.parse import urlsplit
 
 from deepspec.config.schema import Config, FeaturesConfig
 from deepspec.config.schema_features import FeatureServerConfig
@@ -56,9 +57,10 @@ def _server(server: FeatureServerConfig) -> None:
         raise ConfigError(f"features.server.last_servers={list(server.last_servers)!r} is not possible: with "
                           "features.server.engine=sglang it must name the servers of the last hidden state, with vllm "
                           "it must be empty.")
-    for url in [*server.servers, *server.last_servers]:
-        require(str(url).startswith(("http://", "https://")), "features.server.servers", url,
-                "made of URLs ending in /v1")
+    for key, urls in (("servers", server.servers), ("last_servers", server.last_servers)):
+        for url in urls:
+            require(_is_address(url), f"features.server.{key}", url,
+                    "made of URLs ending in /v1, such as http://127.0.0.1:8000/v1")
     if sglang and server.files is not None:
         raise ConfigError(f"features.server.files={server.files!r} is only for features.server.engine=vllm: SGLang "
                           "answers with the numbers themselves.")
@@ -67,3 +69,13 @@ def _server(server: FeatureServerConfig) -> None:
     within("features.server.seconds_per_token", server.seconds_per_token, 0.0, math.inf, open_low=True)
     within("features.server.patience_seconds", server.patience_seconds, 0.0, math.inf)
     within("features.server.logprob_tolerance", server.logprob_tolerance, 0.0, math.inf, open_low=True)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # refuses what is no number or too large
+    except ValueError:
+        return False
+    return (parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+            and parts.path.rstrip("/").endswith("/v1") and not parts.query and not parts.fragment)

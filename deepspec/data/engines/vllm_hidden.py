@@ -108,7 +108,9 @@ class VllmHidden:
 
     def _here(self, named: str) -> Path:
         """The file on this machine. The first time, what an interrupted run of this job left there goes."""
-        path = Path(self._options.files) / Path(named).name if self._options.files else Path(named)
+        path = Path(named)
+        if self._options.files:
+            path = Path(self._options.files).expanduser() / path.name
         if path.parent not in self._swept:
             self._swept.add(path.parent)
             if removed := sweep(path.parent, self._options.job, self._started - _STALE):

@@ -36,7 +36,12 @@ def test_servers_of_both_engines_are_possible(config: Config) -> None:
 
 @pytest.mark.parametrize("changes, said", [
     ({"engine": "tgi"}, "vllm, sglang"), ({"servers": []}, "a list of base URLs"),
-    ({"servers": ["localhost:8000"]}, "URLs ending in /v1"), ({"last_servers": ["http://b:1/v1"]}, "with vllm it must"),
+    ({"servers": ["localhost:8000"]}, "URLs ending in /v1"), ({"servers": ["http://"]}, "URLs ending in /v1"),
+    ({"servers": ["http://a:8000"]}, "URLs ending in /v1"), ({"servers": ["http://a:99999/v1"]}, "URLs ending in /v1"),
+    ({"servers": ["http://a:b/v1"]}, "URLs ending in /v1"), ({"servers": ["http://a:0/v1"]}, "URLs ending in /v1"),
+    ({"servers": ["http://a:1/v1/completions"]}, "URLs ending in /v1"),
+    (SGLANG | {"last_servers": ["b"]}, "features.server.last_servers='b'"),
+    ({"last_servers": ["http://b:1/v1"]}, "with vllm it must"),
     ({"engine": "sglang"}, "must name the servers of the last hidden state"),
     (SGLANG | {"files": "/x"}, "only for features.server.engine=vllm"), ({"concurrency": 0}, "at least 1"),
     ({"retries": -1}, "at least 0"), ({"breaker_failures": 0}, "at least 1"), ({"seconds_per_token": 0.0}, "above 0"),
@@ -76,7 +81,7 @@ def test_what_is_needed_follows_from_where_hidden_states_are(config: Config) -> 
     assert required(config, "train") == ("responses",) and workload(config, count_parameters(config)).cache_bytes == 0
 
 
-def test_a_server_that_would_be_asked_must_be_there(config: Config) -> None:
+def test_a_server_that_would_be_asked_must_be_there(config: Config, tmp_path: Path) -> None:
     config.features.server.servers = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
     with pytest.raises(InputRefused, match=r"No server of features.server.servers answers: .*:9/v1.*:10/v1.*"
                                            r"vllm serve micro .*_layer_ids\": \[2, 5, 7, 8\]"):
@@ -93,6 +98,12 @@ def test_a_server_that_would_be_asked_must_be_there(config: Config) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         config.features.server.servers.append(f"http://127.0.0.1:{server.getsockname()[1]}/v1")
         check_hidden_state_servers(config, ["train"])  # one is enough
+        config.features.server.files = str(tmp_path / "nothing")
+        with pytest.raises(InputRefused, match="features.server.files=.*nothing' is not a folder here"):
+            check_hidden_state_servers(config, ["train"])
+        config.features.server.files = str(tmp_path)
+        check_hidden_state_servers(config, ["train"])
+    config.features.server.files = None
     config.features.server.store = True
     directory = paths.features_dir(config)
     directory.mkdir(parents=True)
