@@ -92,10 +92,10 @@ def sample_runs(row: ResponseRow) -> list[TokenRun]:
 
 def check_ids(run: TokenRun, where: str, vocab_size: Optional[int], mask_token_id: Optional[int]) -> None:
     """Raise InputRefused for a token the target has no row for, and for the filler of the block slots."""
-    if vocab_size is not None and (bad := run.ids >= vocab_size).any():
+    if vocab_size is not None and (bad := (run.ids < 0) | (run.ids >= vocab_size)).any():
         raise InputRefused(
             f"{where}: row {run.sample_id!r} has token id {int(run.ids[bad][0])}, but the target's embedding has only "
-            f"{vocab_size} rows. The responses come from another tokenizer: make them again for this target."
+            f"{vocab_size} rows. It comes from another tokenizer: make responses and features again for this target."
         )
     if mask_token_id is not None and (run.ids == mask_token_id).any():
         raise InputRefused(

@@ -85,7 +85,8 @@ def _cached(config: Config, target: Target) -> Data:
     if config.features.path is not None:
         train, held_out, fingerprint = given_features(
             features_dir(config), expected, frozenset(config.features.allow), target_dtype=config.target.dtype,
-            max_length=config.data.max_length, held_out_fraction=config.features.held_out_fraction, dtype=dtype)
+            max_length=config.data.max_length, held_out_fraction=config.features.held_out_fraction, dtype=dtype,
+            vocab_size=target.spec.vocab_size, mask_token_id=config.target.mask_token_id)
         return Data(train, None, held_out, fingerprint)
     stores = [CachedFeatures(features_dir(config), split=split, expected=expected, dtype=dtype) for split in SPLITS]
     return Data(stores[0], None, stores[1], stores[0].store.manifest.fingerprint)

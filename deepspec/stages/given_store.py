@@ -4,13 +4,16 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional, Sequence, TypeVar
 
 import torch
 
+from deepspec.data.batch import FeatureSample
+from deepspec.data.encoded import StoredSample
 from deepspec.data.feature_format import read_header
 from deepspec.data.features.cache import SOURCE, split_of
 from deepspec.data.features.importing import UNCHECKED
+from deepspec.data.samples import TokenRun, check_ids
 from deepspec.data.sources import CachedFeatures, Expected
 from deepspec.data.subset import Subset
 from deepspec.errors import InputRefused
@@ -19,12 +22,39 @@ log = logging.getLogger(__name__)
 # The store is somebody else's: nobody is told to delete it.
 REMEDY = ("Choose the target, layers and template it was made of, or another store as features.path. A difference that "
           "is meant is listed in features.allow.")
+_Item = TypeVar("_Item", FeatureSample, StoredSample)
 GivenSplit = CachedFeatures | Subset
+
+
+class GivenFeatures(CachedFeatures):
+    """A split of a store whose token ids nobody has compared with this target yet: that is done as they are read.
+
+    ``get`` and ``get_stored`` raise InputRefused for an id outside ``vocab_size`` and for ``mask_token_id``.
+    """
+
+    def __init__(self, directory: Path, *, vocab_size: Optional[int] = None, mask_token_id: Optional[int] = None,
+                 **options: Any) -> None:
+        super().__init__(directory, **options)
+        self._check = partial(check_ids, where=str(directory), vocab_size=vocab_size, mask_token_id=mask_token_id)
+
+    def get(self, indices: Sequence[int]) -> list[FeatureSample]:
+        """As CachedFeatures.get."""
+        return [self._checked(item) for item in super().get(indices)]
+
+    def get_stored(self, indices: Sequence[int]) -> list[StoredSample]:
+        """As CachedFeatures.get_stored."""
+        return [self._checked(item) for item in super().get_stored(indices)]
+
+    def _checked(self, item: _Item) -> _Item:
+        sample = item.sample
+        self._check(TokenRun(sample.sample_id, sample.domain, sample.input_ids.numpy(), sample.loss_mask.numpy()))
+        return item
 
 
 def given_features(directory: Path, expected: Expected, allow: frozenset[str], *, held_out_fraction: float,
                    target_dtype: Optional[str] = None, max_length: Optional[int] = None,
-                   dtype: Optional[torch.dtype] = None) -> tuple[GivenSplit, GivenSplit, str]:
+                   dtype: Optional[torch.dtype] = None, vocab_size: Optional[int] = None,
+                   mask_token_id: Optional[int] = None) -> tuple[GivenSplit, GivenSplit, str]:
     """Training samples, held-out samples, fingerprint of both.
 
     Target, layers and convention are compared as for a store of our own. What an imported store cannot know (how its
@@ -44,7 +74,8 @@ def given_features(directory: Path, expected: Expected, allow: frozenset[str], *
     if target_dtype is not None and header.source_dtype != target_dtype:
         log.warning("features: %s has hidden states in %s, but target.dtype=%s: training starts from other rounding "
                     "than the target of this run has", directory, header.source_dtype, target_dtype)
-    opened = partial(CachedFeatures, directory, expected=expected, dtype=dtype, allow=allow, remedy=REMEDY)
+    opened = partial(GivenFeatures, directory, expected=expected, dtype=dtype, allow=allow, remedy=REMEDY,
+                     vocab_size=vocab_size, mask_token_id=mask_token_id)
     train, held_out = opened(split="train"), opened(split="held_out")
     if not len(train):
         raise InputRefused(f"{directory} has no samples to train on, {len(held_out)} are held out there.")

@@ -221,3 +221,16 @@ def test_advice_about_a_given_store_never_says_to_delete_it(tmp_path: Path, rows
     with pytest.raises(InputRefused, match="target_fingerprint=.*another store as features.path") as refused:
         train.run(run_config(tmp_path, save_target(tmp_path / "other", seed=3), store))
     assert "Delete" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place, token, said", [
+    (2, MASK, "contains token id 3 at position 2, which target.mask_token_id reserves"),
+    (1, VOCABULARY, "has token id 576, but the target's embedding has only 576 rows"),
+])
+def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path, rows: list[Row], folder: Path, place: int,
+                                                    token: int, said: str) -> None:
+    others = [replace(row, ids=row.ids.clone().index_fill_(0, torch.tensor([place]), token)) for row in rows]
+    config = run_config(tmp_path, folder, imported("deepspec", tmp_path, others, None))
+    config.features.allow = ["target_fingerprint"]
+    with pytest.raises(InputRefused, match=said):
+        train.run(config)
