@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/scheduled_decoding.py runs/tiny 1 4 16 32
 
 The profile is measured here, the three ways take turns on the same prompts, and times are CPU seconds of this process,
-so that other jobs on the machine disturb little; what they still do only slows, so the best repeat counts and the median
-stands beside it. Answers have one length (end-of-turn tokens do not stop them), or chance in their lengths would decide.
-Prints one JSON line: per batch size tokens per CPU second of each way (best repeat), ``ratio``: scheduled against the
-better of the other two, and ``ratio_of_medians``.
+so that other jobs on the machine disturb little; what they still do only slows, so the best repeat counts and the
+median stands beside it. Answers have one length (end-of-turn tokens do not stop them), or chance in their lengths would
+decide. Prints one JSON line: per batch size tokens per CPU second of each way (best repeat), ``ratio``: scheduled
+against the better of the other two, and ``ratio_of_medians``.
 """
 
 import json

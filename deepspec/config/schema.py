@@ -150,7 +150,7 @@ class FeaturesConfig:
     # cached | online | hybrid (online in the first epoch, which fills the cache) | disaggregated (online, on target
     # ranks of their own: target.ranks) | server
     mode: str = "cached"
-    codec: str = "bf16"  # bf16 | int8, fp8-e4m3 (half of it) | lossless (bf16 entropy-coded, about 69 %) | fp32
+    codec: str = "int8"  # int8, fp8-e4m3 (half of bf16) | bf16 | lossless (bf16 entropy-coded, about 69 %) | fp32
     token_budget: int = 8192  # tokens per forward
     shard_megabytes: int = 512
     queue_depth: int = 4  # disaggregated: packs that are under way to each trainer rank while it works on another

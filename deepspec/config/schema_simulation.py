@@ -32,7 +32,7 @@ class SchedulerConfig:
     # Promised to every request; no draft token is verified that would take a slower one further below it. 0: nothing.
     min_tokens_per_second_per_user: float = 0.0
     probe_share: float = 0.01  # of the throughput, that trying the choice predicted to be worse may cost
-    # Correct the profile by what rounds really take. Which rounds draft then depends on the clock, not on the seed alone.
+    # Correct the profile by what rounds really take: which rounds draft then depends on the clock, too, not on the seed
     adapt: bool = True
 
 

@@ -43,8 +43,8 @@ class CostDrift:
 def trial_gap(advantage: float, seconds_ratio: float, share: float, most: int) -> int:
     """Rounds between two trials of the worse choice, so that trials cost ``share`` of the throughput.
 
-    ``advantage``: throughput of the better choice over that of the worse one; ``seconds_ratio``: how long a round of the
-    worse choice takes relative to one of the better.
+    ``advantage``: throughput of the better choice over that of the worse one; ``seconds_ratio``: how long a round of
+    the worse choice takes relative to one of the better.
     """
     tried = share / max(1.0 - 1.0 / max(advantage, 1.0), _LEAST_LOSS)  # share of the time
     if tried * most <= seconds_ratio:

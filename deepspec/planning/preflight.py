@@ -217,7 +217,8 @@ def _disk(config: Config) -> None:
     stages = plan_stages(config)
     for disk in needed_disk(config, workload, stages):
         if disk.need > disk.free:
-            cache = " Use features.codec=int8 or features.mode=online (no cache at all)."
+            smaller = "" if config.features.codec in ("int8", "fp8-e4m3") else "features.codec=int8 or "
+            cache = f" Use {smaller}features.mode=online (no cache at all)."
             pool = planned_texts(config, workload, stages_due(stages)).pool
             if disk.need < 2 * pool:
                 cache = (f" {size(pool)} of it are temporary files while prompts are collected: the texts of all valid "

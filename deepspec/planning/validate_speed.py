@@ -62,7 +62,8 @@ def check_simulate(config: Config) -> None:
         within(f"simulate.domain_mix.{name}", weight, 0.0, math.inf)
     require(not simulate.domain_mix or sum(simulate.domain_mix.values()) > 0, "simulate.domain_mix",
             dict(simulate.domain_mix), "made of weights that are not all 0")
-    wholes("simulate", simulate, ("requests", "prompt_tokens", "answer_tokens", "max_concurrent", "kv_tokens", "prefill_tokens"), 1)
+    wholes("simulate", simulate,
+           ("requests", "prompt_tokens", "answer_tokens", "max_concurrent", "kv_tokens", "prefill_tokens"), 1)
     within("simulate.min_tokens_per_second_per_user", simulate.min_tokens_per_second_per_user, 0.0, math.inf)
 
 

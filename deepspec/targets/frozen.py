@@ -255,7 +255,7 @@ def check_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[int
             )
     if num_layers - 1 in chosen and len(chosen) > 1:
         raise ConfigError(
-            f"target.feature_layers={list(chosen)}: layer {num_layers - 1} is the last of {name}'s {num_layers} decoder "
+            f"target.feature_layers={list(chosen)}: layer {num_layers - 1} is the last of {name}'s {num_layers} "
             f"layers, whose output serving engines cannot capture beside others. Use ids from 0 to {num_layers - 2}."
         )
     if list(chosen) != sorted(set(chosen)):

@@ -191,7 +191,7 @@ def require_unchanged(checkpoint_dir: Path) -> None:
         if name in (MODEL, AVERAGE, OPTIMIZER) and sha256_file(Path(checkpoint_dir) / name) != written:
             run = Path(checkpoint_dir).parent.parent
             others = [str(directory(run) / tag) for tag in complete_tags(run) if tag != Path(checkpoint_dir).name]
-            raise InputRefused(f"{Path(checkpoint_dir) / name} is damaged: its SHA-256 is not the one in manifest.json. "
+            raise InputRefused(f"{Path(checkpoint_dir) / name} is damaged: its SHA-256 is not that in manifest.json. "
                                f"Name another checkpoint with trainer.resume: {', '.join(others) or 'there is none'}.")
 
 

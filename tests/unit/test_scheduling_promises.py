@@ -61,7 +61,7 @@ def test_a_promise_ends_the_early_stop_search_like_a_plain_loop_does() -> None:
                 stopped += 1
                 break
             lengths, theta, share = trial, tau / cost[size], after
-        chosen = schedule_prefixes(survival, lambda size: 1.0 / cost[size], caps=caps, floors=floors)
+        chosen = schedule_prefixes(survival, lambda size, cost=cost: 1.0 / cost[size], caps=caps, floors=floors)
         assert chosen.lengths.tolist() == lengths.tolist()
     assert stopped > 20  # the promise decided, not only the throughput
 
@@ -83,7 +83,7 @@ def test_a_budget_keeps_every_promise_or_comes_nearest() -> None:
             plans.append((tau / cost[size], worst(survival, lengths, floors, 1 / cost[size]), list(lengths)))
         keeping = [plan for plan in plans if plan[1] >= 1.0]
         best = max(keeping, key=lambda plan: plan[0]) if keeping else max(plans, key=lambda plan: plan[1])
-        chosen = schedule_budget(survival, survival, lambda size: 1.0 / cost[size], floors=floors)
+        chosen = schedule_budget(survival, survival, lambda size, cost=cost: 1.0 / cost[size], floors=floors)
         assert chosen.lengths.tolist() == best[2]
         kept, missed = kept + bool(keeping), missed + (not keeping)
     assert kept > 10 and missed > 10

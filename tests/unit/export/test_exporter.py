@@ -187,3 +187,14 @@ def test_heads_that_engines_lack_are_said(make_request: Callable[..., Any], head
     assert not manifest["engines"]["vllm"]["loads"] and manifest["engines"]["sglang"]["loads"]
     assert "Cannot serve" in (folder / "serving" / "launch.md").read_text()
     assert f"vllm cannot load it: the {head}" in (folder / "README.md").read_text()
+
+
+def test_the_card_names_no_place_of_this_machine_and_repeats_no_row(make_request: Callable[..., Any],
+                                                                    evidence_files: Path) -> None:
+    folder = export_drafter(make_request())
+    card, launch = (folder / "README.md").read_text(), (folder / "serving" / "launch.md").read_text()
+    for text in (card, launch, (folder / "serving" / "vllm_speculative_config.json").read_text()):
+        assert str(folder.parents[1]) not in text and "/tmp" not in text
+    assert "DRAFTER=$PWD" in launch and 'vllm serve "$TARGET"' in launch
+    rows = [line for line in card.splitlines() if "0.70 0.64 0.56 0.40" in line]
+    assert len(rows) == 1 and rows[0].startswith("| held_out | math | 10 | 2.50 | 2.30 to 2.70 |")

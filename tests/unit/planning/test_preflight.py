@@ -121,7 +121,10 @@ def test_target_folder(config: Config, tmp_path: Path, path: str, said: str) -> 
 
 def test_disk(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspec.planning.estimate.free_bytes", lambda path: 1000)
-    with pytest.raises(InputRefused, match="Not enough disk.*features.codec=int8"):
+    with pytest.raises(InputRefused, match="Not enough disk.*Use features.mode=online"):
+        preflight(config, list(config.stages))
+    config.features.codec = "bf16"
+    with pytest.raises(InputRefused, match="Not enough disk.*features.codec=int8 or features.mode=online"):
         preflight(config, list(config.stages))
 
 

@@ -64,7 +64,7 @@ class Sglang:
 
     def steps(self) -> None:
         tokens = self.load + int(self.share * self.load * 7)
-        for step in range(5):
+        for _ in range(5):
             self.count += 1
             for rank, rows in enumerate(self.records):
                 verify = 4.0 + 0.1 * tokens + 0.01 * rank
