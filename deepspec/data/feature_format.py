@@ -145,16 +145,22 @@ def read_header(directory: Path) -> tuple[artifacts.Manifest, StoreHeader]:
     manifest = artifacts.require_complete(directory, "Features", COMMAND)
     if manifest.producer != PRODUCER or "header" not in manifest.facts:
         raise InputRefused(f"{directory} was made by stage {manifest.producer!r}, expected {PRODUCER!r}.")
-    values = manifest.facts["header"]
+    return manifest, header_of(directory, manifest)
+
+
+def header_of(directory: Path, manifest: artifacts.Manifest) -> StoreHeader:
+    """The header in a store's manifest. Raises InputRefused for one of another version or nonsense."""
+    values = manifest.facts.get("header")
     version = values.get("store_version") if isinstance(values, dict) else None
     if version != STORE_VERSION:
         raise InputRefused(f"{directory} has store_version {version}, this code reads {STORE_VERSION}. "
                            f"Delete it and make the features again with: {COMMAND}")
-    problem = _header_problem(values, manifest.facts.get("shards"))
+    shards = manifest.facts.get("shards", {} if manifest.status != "complete" else None)
+    problem = _header_problem(values, shards)
     if problem is not None:
         raise InputRefused(f"{directory / artifacts.MANIFEST} does not describe a feature store: {problem}. Was it "
                            f"edited? Make the features again with: {COMMAND}, or import them again.")
-    return manifest, header_from_json(values)
+    return header_from_json(values)
 
 
 def _header_problem(values: dict[str, Any], shards: Any) -> Optional[str]:
@@ -169,7 +175,8 @@ def _header_problem(values: dict[str, Any], shards: Any) -> Optional[str]:
         "codec": values["codec"] in codecs.CODECS,
     }
     wrong = [f"{name}={values[name]!r}" for name, right in good.items() if not right]
-    if not isinstance(shards, dict) or not all(isinstance(shard, dict) for shard in shards.values()):
+    if not isinstance(shards, dict) or not all(
+            isinstance(shard, dict) and {"bytes", "sha256"} <= shard.keys() for shard in shards.values()):
         wrong.append(f"shards={shards!r}")
     return ", ".join(wrong) or None
 

@@ -13,7 +13,7 @@ from deepspec.data.feature_format import (
     PRODUCER,
     Record,
     StoreHeader,
-    header_from_json,
+    header_of,
     record_from_json,
 )
 from deepspec.data.feature_records import is_intact, record_size
@@ -56,7 +56,7 @@ def read_catalog(directory: Path) -> Catalog:
     manifest = artifacts.read_manifest(directory)
     if manifest is None or manifest.producer != PRODUCER or "header" not in manifest.facts:
         raise InputRefused(f"{directory} is not a feature store: it has no {artifacts.MANIFEST} of one.")
-    header = header_from_json(manifest.facts["header"])
+    header = header_of(directory, manifest)
     index = directory / INDEX
     valid = index.exists() and INDEX in manifest.files and artifacts.sha256_file(index) == manifest.files[INDEX]
     rows = [record_from_json(row) for _, row in read_rows(index)] if valid else []

@@ -279,6 +279,7 @@ def test_a_manifest_that_describes_no_store_is_refused(tmp_path: Path, change: A
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputRefused, match=said):
         FeatureStore(tmp_path)
+    assert features_main(["inspect", str(tmp_path)]) == features_main(["verify", str(tmp_path)]) == 3
 
 
 @pytest.mark.parametrize("shards", [None, [], {"shard-00000-00000": 3}])
@@ -290,6 +291,7 @@ def test_a_manifest_without_shards_is_refused(tmp_path: Path, shards: Any) -> No
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputRefused, match="does not describe a feature store: shards="):
         FeatureStore(tmp_path)
+    assert features_main(["inspect", str(tmp_path)]) == features_main(["verify", str(tmp_path)]) == 3
 
 
 def test_verify_refuses_what_is_no_store(tmp_path: Path) -> None:
