@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Optional, Sequence
 
-from deepspec.errors import UserError
+from deepspec.errors import InputRefused, UserError
 from deepspec.report.compare import pooled_length
 from deepspec.report.inputs import interval, main_setting, speeds
 from deepspec.report.summary import summary_table
@@ -68,6 +68,8 @@ def _domains(run: Run) -> dict[str, str]:
 
 def _clean(arguments: argparse.Namespace) -> int:
     runs = find(arguments.root)
+    if arguments.data is not None and not arguments.data.is_dir():
+        raise InputRefused(f"--data {arguments.data} is not a directory. Give the run.data_root of the runs.")
     doomed = []
     for run in runs:
         if _in_use(run.path):

@@ -56,7 +56,10 @@ def read_profile_header(directory: Path) -> dict[str, Any]:
     """Content of ``profile/sps.json``. Raises InputRefused if there is none."""
     path = directory / "profile" / SPS_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        header = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(header, dict):
+            raise ValueError("it is no table of names and values")
+        return header
     except FileNotFoundError:
         raise InputRefused(f"{path} is missing: the simulation prices its steps by it. Make it with: "
                            f"python launch/profile_throughput.py run.dir={directory}") from None

@@ -46,6 +46,25 @@ class Traces:
     def __len__(self) -> int:
         return len(self.domains)
 
+    def _check(self) -> None:
+        """Raises ValueError for arrays that do not belong together."""
+        blocks, conversations = len(self.accepted), len(self.domains)
+        shapes = {"accepted": (blocks,), "known": (blocks,), "starts": (conversations + 1,),
+                  "domains": (conversations,), "prompt_tokens": (conversations,), "answer_tokens": (conversations,)}
+        if self.logits is not None:
+            shapes["logits"] = (blocks, self.draft_length)
+        for name, shape in shapes.items():
+            if (found := getattr(self, name)).shape != shape:
+                raise ValueError(f"{name} has shape {found.shape}, expected {shape}")
+        if not blocks:
+            raise ValueError("it holds no block")
+        if self.starts[0] != 0 or self.starts[-1] != blocks or (np.diff(self.starts) < 1).any():
+            raise ValueError("starts does not divide the blocks into conversations")
+        if not ((0 <= self.accepted) & (self.accepted <= self.known) & (self.known <= self.draft_length)).all():
+            raise ValueError(f"accepted and known are not counts of at most {self.draft_length} draft tokens")
+        if self.logits is not None and not np.isfinite(self.logits).all():
+            raise ValueError("logits are not finite")
+
     @property
     def acceptance_length(self) -> float:
         """Mean tokens of a round with every draft token verified, the target's own included; pooled over blocks."""
@@ -86,6 +105,7 @@ class Traces:
                 loaded = cls(int(stored["draft_length"]), logits=stored["logits"] if "logits" in stored else None,
                              drafter_sha256=str(stored["drafter_sha256"]),
                              sampling_temperature=float(stored["sampling_temperature"]), **values)
+            loaded._check()
         except FileNotFoundError:
             raise InputRefused(f"acceptance traces not found: {path}. {_AGAIN}") from None
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:

@@ -86,3 +86,9 @@ def test_clean_tells_first_and_removes_when_told_to(tree: Path, caplog: pytest.L
     assert "in use" in caplog.text and (tree / "runs" / "sweeps" / "s" / "b" / "checkpoints" / "step-50").is_dir()
     assert not (tree / "data" / "micro" / "features-unused").exists()
     assert (tree / "data" / "micro" / "features-used").is_dir() and (tree / "data" / "micro" / "responses-1").is_dir()
+
+
+def test_a_mistyped_data_folder_is_not_an_empty_one(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["clean", str(tree / "runs"), "--data", str(tree / "date"), "--yes"]) == 3
+    assert "date is not a directory" in caplog.text
+    assert (tree / "runs" / "a" / "checkpoints" / "step-100").is_dir()

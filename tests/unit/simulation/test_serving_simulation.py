@@ -17,7 +17,7 @@ from deepspec.simulation.costs import StepCosts, check_same_machine
 from deepspec.simulation.engine import Limits, Outcome, simulate
 from deepspec.simulation.policies import Policy
 from deepspec.simulation.recommend import recommend
-from deepspec.simulation.subjects import Subject
+from deepspec.simulation.subjects import Subject, read_profile_header
 from deepspec.simulation.sweep import sweep
 from deepspec.simulation.traces import Traces, traces_from_records, traces_of
 from deepspec.simulation.workload import SimulatedRequest, Workload, domain_weights, draw, requests_of
@@ -227,3 +227,26 @@ def test_profiles_of_other_machines_are_not_mixed() -> None:
 def test_request_contexts_count_prompt_and_answer() -> None:
     row = SimulatedRequest(0.0, 0, 10, 5, prefilled=10, generated=3)
     assert row.context == 12 and row.decoding
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"accepted": np.array([9, 0, 0])}, "not counts"), ({"starts": np.array([0, 2, 9])}, "does not divide"),
+    ({"known": np.array([4])}, "known has shape"), ({"domains": np.array(["a"])}, "starts has shape"),
+    ({"logits": np.full((3, 4), np.nan, dtype=np.float32)}, "not finite"),
+    ({"logits": np.zeros((3, 2), dtype=np.float32)}, "logits has shape"),
+])
+def test_traces_that_do_not_belong_together_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    whole = traces([[4, 0], [2]])
+    whole.save(tmp_path / "whole.npz")
+    assert Traces.load(tmp_path / "whole.npz").acceptance_length == 3.0
+    replace(whole, **change).save(tmp_path / "changed.npz")
+    with pytest.raises(InputRefused, match=words):
+        Traces.load(tmp_path / "changed.npz")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_damaged_profile_headers_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "sps.json").write_text(content)
+    with pytest.raises(InputRefused, match="launch/profile_throughput.py"):
+        read_profile_header(tmp_path)
