@@ -20,12 +20,13 @@ from deepspec.config.compose import (
     quiet_third_party, register_schema, split_argv, to_config,
 )
 from deepspec.config.schema import Config
-from deepspec.errors import ConfigError, UserError
+from deepspec.errors import ConfigError, InputRefused, UserError
 
 log = logging.getLogger(__name__)
 OVERRIDES = "overrides.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _TURN_SECONDS = 2.0
+_START_AGAIN = "Say with what to run by +experiment=NAME and the options the run was started with: they are stored again."
 JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter",
         "loop": "deepspec.stages.closed_loop"}
 _ENVIRONMENT = {
@@ -125,8 +126,19 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
             f"run.dir={directory} holds no run (there is no {path.name} in it). Give the directory of a run that "
             "launch/train_drafter.py started, or say what to run with +experiment=NAME."
         )
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored = _stored(path)
     return [text for text in stored if parse_overrides([text])[0].key_or_group not in parsed] + overrides
+
+
+def _stored(path: Path) -> list[str]:
+    """The options in ``path``. Raises InputRefused where it is no list of them."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputRefused(f"{path} is not readable as JSON ({error}). {_START_AGAIN}") from None
+    if not isinstance(stored, list) or not all(isinstance(text, str) for text in stored):
+        raise InputRefused(f"{path} is not the list of options a run was started with. {_START_AGAIN}")
+    return stored
 
 
 def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]], job: Optional[str] = None) -> None:
