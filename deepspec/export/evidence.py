@@ -56,7 +56,8 @@ def _mismatch(values: dict[str, Any], drafter_sha256: str, target_sha256: str) -
     return None
 
 
-def gather(run_dir: Path, drafter_sha256: str, target_sha256: str, draft_length: int) -> Evidence:
+def gather(run_dir: Path, drafter_sha256: str, target_sha256: str, draft_length: int,
+           confidence_head: bool = True) -> Evidence:
     """Read the run's results.
 
     A result that belongs to other weights or another block size is left out, and ``absent`` says so.
@@ -73,6 +74,8 @@ def gather(run_dir: Path, drafter_sha256: str, target_sha256: str, draft_length:
         if reason is None and values is not None and name == "calibration":
             count = len(values.get("temperatures") or ())
             reason = None if count == draft_length else f"it has {count} temperatures for {draft_length} draft tokens"
+        if name == "calibration" and not confidence_head:
+            reason = "this drafter has no confidence head to calibrate"
         if reason is not None:
             absent[name] = reason
         elif values is not None:

@@ -51,7 +51,8 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     if drafter.confidence_head is not None:
         load_confidence(directory, drafter, session.drafter_sha256)
     target = session.target
-    evidence = gather(directory, session.drafter_sha256, target.fingerprint, drafter.shape.draft_length)
+    evidence = gather(directory, session.drafter_sha256, target.fingerprint, drafter.shape.draft_length,
+                      drafter.shape.confidence_head)
     if config.export.fold_calibration:
         evidence = folded_evidence(evidence)
         fold_head(drafter, fold_of(evidence.calibration or {}))

@@ -51,7 +51,7 @@ def request_of(target_folder: Path, targets: dict[str, Any], tmp_path: Path) -> 
             parameter.data += 0.05 * torch.randn_like(parameter)
         origin = Origin(str(target_folder), None, target.fingerprint, "float32", SHA, "step-1", str(run / "export"),
                         ("Qwen3ForCausalLM",))
-        found = gather(run, SHA, target.fingerprint, model.shape.draft_length)
+        found = gather(run, SHA, target.fingerprint, model.shape.draft_length, model.shape.confidence_head)
         return ExportRequest(config, target, model.eval().requires_grad_(False), origin, found,
                              run / "profile" / "records.jsonl", documents)
 
@@ -224,3 +224,8 @@ def test_a_plan_counts_the_parameters_that_are_there(request_of: Make, algorithm
             "target_layer_ids": LAYERS[algorithm], "target_hidden_size": 64, "deepspec_algorithm": algorithm}
     parts = layout.breakdown(keys)
     assert sum(parts.values()) - parts["frozen"] == sum(item.numel() for item in model.parameters())
+
+
+def test_without_a_confidence_head_no_calibration_is_asked_for(tmp_path: Path) -> None:
+    absent = gather(tmp_path, SHA, "t", 4, confidence_head=False).absent
+    assert "no confidence head" in absent["calibration"] and "launch/evaluate_drafter.py" in absent["evaluation"]
