@@ -79,8 +79,9 @@ def _origin(header: Mapping[str, Any], expected: Mapping[str, Any], where: Path)
     known = set(RecordsOrigin.__dataclass_fields__)
     stated = {name: value for name, value in header.items() if name in known}
     try:
-        length = int(stated.get("block_length", expected.get("block_length", 0)))
-        filled = {"temperatures": (1.0,) * length, "block_length": length, "drafter_sha256": "",
+        length = stated.get("block_length", expected.get("block_length", 0))
+        width = length if isinstance(length, int) and 0 < length < 1000 else 1  # another one is refused below
+        filled = {"temperatures": (1.0,) * width, "block_length": length, "drafter_sha256": "",
                   "sampling_temperature": 1.0} | {name: expected[name] for name in expected if name in known}
         return origin_from(filled | stated), set(stated)
     except (TypeError, ValueError) as error:
@@ -161,6 +162,8 @@ def _read_shards(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceRec
     if (folder / ORIGIN_FILE).is_file():
         try:
             stated = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))
+            if not isinstance(stated, dict):
+                raise ValueError("not a JSON object")
         except ValueError as error:
             raise InputRefused(f"{folder / ORIGIN_FILE} is not JSON ({error}). {_AGAIN}") from None
     own = {"block_length": logits[0].shape[1], "sampling_temperature": 0.0, "source": "sglang", "verification": "full"}

@@ -139,7 +139,12 @@ class ConfidenceRecords:
 
 
 def origin_from(values: Mapping[str, Any]) -> RecordsOrigin:
-    """The origin as a file holds it (lists for tuples). Raises KeyError or TypeError for what is none."""
+    """The origin as a file holds it (lists for tuples). Raises KeyError, TypeError or ValueError for what is none."""
+    length, fold = values["block_length"], values.get("fold", (1.0, 0.0))
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
+        raise ValueError(f"block_length={length!r} is not a whole number of at least 1")
+    if len(fold) != 2 or not np.isfinite(np.asarray(fold, dtype=float)).all() or float(fold[0]) <= 0:
+        raise ValueError(f"fold={fold!r} is not a temperature above 0 and a shift")
     tuples = {name: tuple(map(float, values[name])) for name in ("temperatures", "fold") if name in values}
     return RecordsOrigin(**dict(values) | tuples)
 

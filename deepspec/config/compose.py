@@ -228,7 +228,9 @@ def explain(error: Exception) -> str:
             return f"{full_key} is free-form and not set yet: write it with a plus, +{full_key}=VALUE."
         if full_key and not _key_exists(full_key):
             return f"There is no option {full_key!r} ({first}). {_nearest(full_key, list(known_keys()))}"
-        return f"{full_key or 'configuration'}: {first}."
+        if full_key and "not a ListConfig" in first:
+            return f"{full_key} must be a list: write '{full_key}=[A,B]', in quotes, with one element as '{full_key}=[A]'."
+        return f"{full_key or 'configuration'}: {first.rstrip('.')}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) if lines else type(error).__name__
 

@@ -132,6 +132,8 @@ def test_origin_beside_the_shards_is_held_against_the_run(tmp_path):
     (lambda f: torch.save({"logits": torch.full((3, 4), float("nan")), "prefix_mask": torch.zeros(3, 4)},
                           f / "sts.1.pt"), "not finite"),
     (lambda f: (f / "origin.json").write_text("{"), "not JSON"),
+    (lambda f: (f / "origin.json").write_text("[]"), "not a JSON object"),
+    (lambda f: (f / "origin.json").write_text('{"fold": [0, 0]}'), "temperature above 0"),
 ])
 def test_broken_shards_are_refused(tmp_path, spoil, message):
     folder = write_shards(tmp_path / "shards", records_of(blocks=200))

@@ -75,6 +75,7 @@ def test_dflash_is_one_choice() -> None:
     ("trainer={epochz: 3}", "epochs"),
     ("trainer=3", "default"),
     ("engine=null", "zero1"),
+    ("runs=dflash", "'runs=[A]'"),
 ])
 def test_mistakes_name_the_key_and_the_way_out(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
