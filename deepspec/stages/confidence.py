@@ -164,10 +164,19 @@ def _rates(records: ConfidenceRecords) -> dict[str, list[Optional[float]]]:
 
 def choose_head(records: ConfidenceRecords, joint: LinearHead,
                 config: Config) -> tuple[ConfidenceRecords, Optional[RefitResult], dict[str, Any]]:
-    """Refit if asked; returns the records scored by the chosen head, the refit, and the content of summary.json."""
+    """Refit if asked; returns the records scored by the chosen head, the refit, and the content of summary.json.
+
+    Raises InputRefused where a part of the division would have no conversation.
+    """
     options = config.confidence
     part = split_conversations(records.conversation, records.domain, fit_fraction=config.calibration.fit_fraction,
                                refit_fraction=options.refit_fraction if options.refit else 0.0)
+    needed = [*(["refit"] if options.refit else []), "fit", "report"]
+    if lacking := [name for name in needed if not (part == name).any()]:
+        raise InputRefused(
+            f"{len(set(records.conversation.tolist()))} conversations are too few to refit, fit and measure confidences: "
+            f"none is left for {' and '.join(lacking)}. Nothing was changed. Give more prompts (confidence.prompts, "
+            "confidence.max_prompts), raise data.min_held_out, or set confidence.refit=false.")
     fit, report = (records.select(part == name) for name in ("fit", "report"))
     bins = config.calibration.num_bins
     names, counts = np.unique(records.domain, return_counts=True)

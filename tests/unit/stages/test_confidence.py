@@ -206,6 +206,16 @@ def test_without_refit_the_joint_head_stays(stage, config):
     assert load_confidence(run, stage.drafter, SHA) is False
 
 
+def test_too_few_conversations_leave_the_records_as_they_were(stage, config):
+    stage.confidence.run(config)
+    folder = stage.confidence.run_dir(config) / "confidence"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config.confidence.max_prompts = 1
+    with pytest.raises(InputRefused, match="1 conversations are too few.*none is left for"):
+        stage.confidence.run(config)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_no_held_out_responses(stage, config):
     path = responses_dir(config) / "responses.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:6]))
@@ -228,6 +238,9 @@ def test_more_prompts_than_there_are_answers(config, tmp_path, target_tokenizer,
         found = {one.id: one for one in held_out_requests(config, None, target_tokenizer)}
     assert set(found) == {"a", "row-2"} and found["a"].domain == "math" and found["a"].prompt_ids == (3, 4, 5)
     assert found["row-2"].prompt_ids == (7,) and "2 of the training split, 1 longer" in caplog.text
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "split": "train"}\n')
+    with pytest.raises(InputRefused, match="p.jsonl' has no prompt that"):
+        held_out_requests(config, None, target_tokenizer)
     (tmp_path / "p.jsonl").write_text('{"text": 3}\n')
     with pytest.raises(InputRefused, match="p.jsonl:1: not a prompt"):
         held_out_requests(config, None, target_tokenizer)
