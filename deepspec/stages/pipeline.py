@@ -145,14 +145,19 @@ def fingerprint(config: Config, stage: str) -> str:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """The run's manifest; empty for a new run."""
+    """The run's manifest; empty for a new run. Raises InputRefused for one that is damaged."""
     path = directory / RUN_MANIFEST
     if not path.is_file():
         return {"schema_version": 1, "stages": {}}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputRefused(f"{path} is not readable as JSON ({error}). Delete that file and run again.") from None
+    stages = values.get("stages") if isinstance(values, dict) else None
+    if not isinstance(stages, dict) or not all(isinstance(record, dict) for record in stages.values()):
+        raise InputRefused(f"{path} is damaged: stages is no table of what each stage did. Delete that file and run "
+                           "again.")
+    return values
 
 
 def up_to_date(config: Config, stage: str) -> bool:
@@ -163,11 +168,11 @@ def up_to_date(config: Config, stage: str) -> bool:
     if stage in ("report", "simulate") and config.runs:
         return False  # what the other runs hold now is not looked up here
     record = read_run(run_dir(config))["stages"].get(stage)
-    if not record or record["status"] != "complete" or record["fingerprint"] != fingerprint(config, stage):
+    if not record or record.get("status") != "complete" or record.get("fingerprint") != fingerprint(config, stage):
         return False
     found = outputs(config, stage)
     whole = all(is_complete(path.parent) if path.name == MANIFEST else path.is_file() for path in found)
-    return whole and record["outputs"] == output_hashes(config, stage)
+    return whole and record.get("outputs") == output_hashes(config, stage)
 
 
 def _record(config: Config, stage: str, **values: Any) -> None:

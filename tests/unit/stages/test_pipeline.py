@@ -135,3 +135,18 @@ def test_a_full_disk_does_not_hide_the_first_error(config: Config, monkeypatch: 
     monkeypatch.setattr("deepspec.stages.report.run", fail)
     with pytest.raises(UserError, match="Could not save step-7"):
         pipeline._run_stage(config, "report", forced=True)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"stages": []}', b'{"stages": {"train": 3}}'])
+def test_a_damaged_manifest_of_a_run_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(InputRefused, match=r"manifest\.json is .*Delete that file and run again"):
+        pipeline.read_run(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"status": "complete"}'])
+def test_a_record_without_its_facts_is_not_up_to_date(config: Config, content: str) -> None:
+    path = Path(config.run.dir)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "manifest.json").write_text('{"stages": {"report": %s}}' % content)
+    assert not pipeline.up_to_date(config, "report")
