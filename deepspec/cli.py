@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 OVERRIDES = "overrides.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _TURN_SECONDS = 2.0
-_START_AGAIN = "Say with what to run by +experiment=NAME and the options the run was started with: they are stored again."
+_START_AGAIN = "Give +experiment=NAME and the options the run was started with: they are stored again."
 JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter",
         "loop": "deepspec.stages.closed_loop"}
 _ENVIRONMENT = {

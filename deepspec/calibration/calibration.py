@@ -100,10 +100,16 @@ class Calibration:
     def folded(self) -> Fold:
         """Temperature and shift for ``export.fold_calibration``. Raises InputRefused for a file that has none."""
         try:
-            return Fold(float(self.fold["temperature"]), float(self.fold["shift"]))
+            fold = Fold(float(self.fold["temperature"]), float(self.fold["shift"]))
         except KeyError:
             raise InputRefused("this calibration.json was made before temperatures could be folded into the head: it "
                                "has no fold. Make it again with launch/calibrate.py.") from None
+        except (TypeError, ValueError):
+            fold = Fold(math.nan, math.nan)
+        if not (0 < fold.temperature < math.inf and math.isfinite(fold.shift)):
+            raise InputRefused(f"calibration.json is damaged: fold={self.fold!r} has no temperature above 0 and shift. "
+                               "Make it again with launch/calibrate.py.")
+        return fold
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write calibration.json atomically; ``sts_temperatures`` repeats ``temperatures`` for engines."""
@@ -118,11 +124,16 @@ class Calibration:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             values = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             loaded = cls(**{name: _frozen(value) for name, value in values.items()})
+            tables = {name: getattr(loaded, name) for name in ("methods", "fold", "excess", "per_domain")}
+            if wrong := [name for name, value in tables.items() if not isinstance(value, dict)]:
+                raise ValueError(f"{wrong[0]} is no table of names and values")
+            right = len(loaded.temperatures) == loaded.block_size and all(
+                0 < value < math.inf for value in loaded.temperatures)
         except FileNotFoundError:
             raise InputRefused(f"no calibration at {path}. {again}") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise InputRefused(f"{path} is not a calibration ({error}). {again}") from None
-        if len(loaded.temperatures) != loaded.block_size or not all(0 < t < math.inf for t in loaded.temperatures):
+        if not right:
             raise InputRefused(f"{path}: temperatures {loaded.temperatures} must be {loaded.block_size} positive "
                                f"numbers. {again}")
         if loaded.method != "sts" and "parameters" not in loaded.methods.get(loaded.method, {}):

@@ -229,7 +229,7 @@ def explain(error: Exception) -> str:
         if full_key and not _key_exists(full_key):
             return f"There is no option {full_key!r} ({first}). {_nearest(full_key, list(known_keys()))}"
         if full_key and "not a ListConfig" in first:
-            return f"{full_key} must be a list: write '{full_key}=[A,B]', in quotes, with one element as '{full_key}=[A]'."
+            return f"{full_key} must be a list: '{full_key}=[A,B]', in quotes, with one element '{full_key}=[A]'."
         return f"{full_key or 'configuration'}: {first.rstrip('.')}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) if lines else type(error).__name__

@@ -174,7 +174,7 @@ def choose_head(records: ConfidenceRecords, joint: LinearHead,
     needed = [*(["refit"] if options.refit else []), "fit", "report"]
     if lacking := [name for name in needed if not (part == name).any()]:
         raise InputRefused(
-            f"{len(set(records.conversation.tolist()))} conversations are too few to refit, fit and measure confidences: "
+            f"{len(set(records.conversation.tolist()))} conversations are too few to refit, fit and measure: "
             f"none is left for {' and '.join(lacking)}. Nothing was changed. Give more prompts (confidence.prompts, "
             "confidence.max_prompts), raise data.min_held_out, or set confidence.refit=false.")
     fit, report = (records.select(part == name) for name in ("fit", "report"))

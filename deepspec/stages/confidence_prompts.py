@@ -29,13 +29,13 @@ def held_out_requests(config: Config, limit: Optional[int], tokenizer: Any = Non
         found = _from_file(config, tokenizer)
         if not found:
             raise InputRefused(f"confidence.prompts={config.confidence.prompts!r} has no prompt that this run was not "
-                               f"trained on and that fits into data.max_length={config.data.max_length}. Give other ones.")
+                               f"trained on and that fits into data.max_length={config.data.max_length}. Give others.")
     else:
         found = {row.id: DecodeRequest(id=row.id, prompt_ids=row.turns[0].prompt_ids, domain=row.domain)
                  for row in read_responses(responses_dir(config), "held_out")}
     order = balanced_order(list(found), [request.domain for request in found.values()])[:limit]
     if not order:
-        raise InputRefused(f"{responses_dir(config)} has no held-out responses to decode. Raise data.min_held_out and run "
+        raise InputRefused(f"{responses_dir(config)} has no held-out responses to decode. Raise data.min_held_out, run "
                            "data_prep/collect_prompts.py and data_prep/generate_responses.py again, or give "
                            "confidence.prompts a file of prompts.")
     return [found[name] for name in order]

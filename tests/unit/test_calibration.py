@@ -243,3 +243,22 @@ def test_concatenate_and_masks():
     assert (both.logits == records.logits).all() and len(both) == 40
     assert (records.survived <= records.reached).all()
     assert (records.reached[:, 0]).all()
+
+
+@pytest.mark.parametrize("change", [
+    {"temperatures": ["1"] * 7}, {"temperatures": 3}, {"temperatures": [1.0] * 6 + [-1.0]}, {"temperatures": None},
+    {"methods": []}, {"fold": [1.0, 0.0]}, {"per_domain": 3}, {"block_size": "7"}, {"method": "platt"},
+])
+def test_an_edited_calibration_is_refused(tmp_path, change):
+    path = tmp_path / "calibration.json"
+    Calibration.identity(7).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputRefused, match="Make it again with launch/calibrate.py"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize("fold", [{}, {"temperature": 0, "shift": 0}, {"temperature": None, "shift": 0},
+                                  {"temperature": 1.0, "shift": "x"}, {"temperature": 1.0, "shift": float("nan")}])
+def test_a_fold_that_is_none_is_refused(fold):
+    with pytest.raises(InputRefused, match="fold"):
+        Calibration(**vars(Calibration.identity(7)) | {"fold": fold}).folded

@@ -137,7 +137,8 @@ def test_a_full_disk_does_not_hide_the_first_error(config: Config, monkeypatch: 
         pipeline._run_stage(config, "report", forced=True)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"stages": []}', b'{"stages": {"train": 3}}'])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"stages": []}',
+                                     b'{"stages": {"train": 3}}'])
 def test_a_damaged_manifest_of_a_run_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(InputRefused, match=r"manifest\.json is .*Delete that file and run again"):
