@@ -1,6 +1,7 @@
 """What earlier stages measured about the drafter that leaves: calibration, profile, acceptance. Each may be absent."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -20,13 +21,22 @@ class Evidence:
     absent: dict[str, str] = field(default_factory=dict)
 
 
+_REQUIRED = {"sps.json": ("sample_batch_tokens", "sample_steps_per_sec"), "calibration.json": ("temperatures",),
+             "evaluation.json": ("settings",)}
+
+
 def _read(path: Path) -> Optional[dict[str, Any]]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise InputRefused(f"{path} is not readable as JSON ({error}). Delete it and run its stage again.") from None
+    missing = [key for key in _REQUIRED.get(path.name, ()) if not isinstance(values, dict) or key not in values]
+    if missing or not isinstance(values, dict):
+        raise InputRefused(f"{path} is damaged: it lacks {missing[0] if missing else 'its fields'}. Delete it and run "
+                           "its stage again.")
+    return values
 
 
 def read_cells(path: Path) -> tuple[ProfileCell, ...]:
@@ -72,7 +82,11 @@ def gather(run_dir: Path, drafter_sha256: str, target_sha256: str, draft_length:
         reason = f"not there; make it with {commands[name]}" if values is None else _mismatch(
             values, drafter_sha256, target_sha256)
         if reason is None and values is not None and name == "calibration":
-            count = len(values.get("temperatures") or ())
+            temperatures = values.get("temperatures") or ()
+            if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in temperatures):
+                raise InputRefused(f"{run_dir / file} has temperatures that are none: {temperatures}. Make it again "
+                                   "with launch/calibrate.py.")
+            count = len(temperatures)
             reason = None if count == draft_length else f"it has {count} temperatures for {draft_length} draft tokens"
         if name == "calibration" and not confidence_head:
             reason = "this drafter has no confidence head to calibrate"

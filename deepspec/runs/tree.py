@@ -14,6 +14,7 @@ from deepspec.runs.columns import columns
 from deepspec.training.checkpoint import complete_tags, directory
 from deepspec.training.retention import leftovers
 
+_WITHOUT_STORE = ("online", "disaggregated")
 _DEPTH = 4  # runs/sweeps/NAME/JOB, and one level more for those who sort their runs
 
 
@@ -113,9 +114,22 @@ def removable(run: Path) -> list[tuple[Path, str]]:
 def unused_data(data_root: Path, runs: Sequence[Run]) -> list[tuple[Path, str]]:
     """Feature stores under ``data_root`` that no run in ``runs`` was trained from: large, and made again by a command.
 
-    Prompts and responses are never among them: they cost the most to make and take little.
+    Stores are compared by their folders' names, hashes of what decides them, since runs and data may have moved. Where
+    it is not known what a run was trained from, no store of its target is offered. Prompts and responses never are:
+    they cost the most to make and take little.
     """
-    used = {Path(name).parent.resolve() for run in runs for record in run.stages.values()
-            for name in record.get("outputs", {}) if "/features-" in name}
+    used, kept_targets = set(), set()
+    for run in runs:
+        names = _stores(run)
+        used |= names
+        if "train" in run.stages and not names and run.files.option("features", "mode") not in _WITHOUT_STORE:
+            kept_targets.add(str(run.files.option("target", "name")))
     return [(path, "no run listed here was trained from it") for path in sorted(data_root.glob("*/features-*"))
-            if path.is_dir() and path.resolve() not in used]
+            if path.is_dir() and path.name not in used and path.parent.name not in kept_targets]
+
+
+def _stores(run: Run) -> set[str]:
+    """Names of the feature stores that a run made or was trained from."""
+    made = {Path(name).parent.name for record in run.stages.values() for name in record.get("outputs", {})}
+    read = {Path(name).name for record in run.stages.values() for name in record.get("reads", ())}
+    return {name for name in made | read if name.startswith("features-")}

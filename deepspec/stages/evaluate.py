@@ -1,8 +1,10 @@
 """Stage: lossless speculative decoding of the benchmarks against the target alone."""
 
+import json
 import logging
 import sys
-from typing import Optional, Sequence
+from pathlib import Path
+from typing import Any, Optional, Sequence
 
 import torch
 from tqdm import tqdm
@@ -22,6 +24,7 @@ from deepspec.drafters.registry import build_drafter
 from deepspec.errors import InputRefused
 from deepspec.evaluation.benchmarks import HELD_OUT, Thinking, load_benchmark, split_domains
 from deepspec.evaluation.estimate import DRAFTED, TEACHER_FORCED
+from deepspec.evaluation.kept import with_kept
 from deepspec.evaluation.run import Material, Subject, evaluate
 from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
@@ -116,11 +119,24 @@ def run(config: Config) -> None:
     with tqdm(desc="evaluate", unit="answer", disable=not sys.stderr.isatty() or distributed.rank() != 0) as bar:
         found = evaluate(subject, material, options, seed=config.run.seed, header=header, progress=bar.update)
     if distributed.rank() == 0:
-        atomic_write_json(run_dir(config) / EVALUATION_FILE, found.report)
+        path = run_dir(config) / EVALUATION_FILE
+        report, kept = with_kept(found.report, _previous(path))
+        if kept:
+            log.info("kept of the evaluation before: %s", ", ".join(kept))
+        atomic_write_json(path, report)
         save_values(run_dir(config), found.values, drafter_sha256=session.drafter_sha256,
                     target_sha256=target.fingerprint, seed=config.run.seed)
         for line in table(found.report):
             log.info("%s", line)
+
+
+def _previous(path: Path) -> dict[str, Any]:
+    """The evaluation there is; empty for none, and for one that cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def table(report: dict[str, object]) -> list[str]:

@@ -52,7 +52,9 @@ def run(config: Config) -> None:
         log.info("features: those in %s are used as they are (features.path)", config.features.path)
         return
     if not paths.makes_store(config):
-        log.info("features: computed while training (features.mode=%s), nothing to store", config.features.mode)
+        mode = config.features.mode
+        log.info("features: computed while training (features.mode=%s), %s", mode, f"which fills "
+                 f"{paths.features_dir(config)}" if mode == "hybrid" else "nothing to store")
         return
     responses = _responses(config)
     if artifacts.is_complete(paths.features_dir(config), store_fingerprint(config, responses)):

@@ -14,7 +14,8 @@ from typing import Any, Callable, Iterator, Optional
 from deepspec import distributed
 from deepspec.artifacts import MANIFEST, atomic_write_json, canonical_hash, environment, is_complete, sha256_file
 from deepspec.config.paths import (
-    features_dir, features_key, prompts_dir, prompts_key, reads_store, responses_dir, responses_key, run_dir,
+    features_dir, features_key, leaves_store, prompts_dir, prompts_key, reads_store, responses_dir, responses_key,
+    run_dir,
 )
 from deepspec.config.schema import STAGES, Config
 from deepspec.data.decontaminate import decontamination_files
@@ -235,7 +236,9 @@ def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
         return
     log.info("%-10s starts", stage)
     decided = fingerprint(config, stage) if distributed.rank() == 0 else ""
-    _record(config, stage, status="running", fingerprint=decided)
+    stored = leaves_store(config) or config.features.path is not None
+    reads = {"reads": [str(features_dir(config))]} if stage == "train" and stored else {}
+    _record(config, stage, status="running", fingerprint=decided, **reads)
     started = time.perf_counter()
     try:
         importlib.import_module(f"deepspec.stages.{stage}").run(config)

@@ -229,3 +229,14 @@ def test_a_plan_counts_the_parameters_that_are_there(request_of: Make, algorithm
 def test_without_a_confidence_head_no_calibration_is_asked_for(tmp_path: Path) -> None:
     absent = gather(tmp_path, SHA, "t", 4, confidence_head=False).absent
     assert "no confidence head" in absent["calibration"] and "launch/evaluate_drafter.py" in absent["evaluation"]
+
+
+@pytest.mark.parametrize("name, text", [
+    ("calibration.json", "[]"), ("calibration.json", '{"temperatures": [-1, 1, 1, 1]}'), ("profile/sps.json", "{}"),
+    ("evaluation.json", "3"),
+])
+def test_damaged_results_are_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputRefused, match=name):
+        gather(tmp_path, SHA, "t", 4)

@@ -73,6 +73,21 @@ def test_what_can_go(tree: Path) -> None:
     assert [path.name for path, _ in unused_data(tree / "data", find(tree / "runs"))] == ["features-unused"]
 
 
+def test_a_store_that_a_run_filled_while_training_is_used_and_a_run_that_does_not_say_keeps_all(tree: Path) -> None:
+    for name, train in (("hybrid", {"reads": ["/elsewhere/micro/features-unused"]}), ("old", {})):
+        run = tree / "runs" / name
+        make_run(run, features=tree / "data" / "micro" / "features-used")
+        manifest = json.loads((run / "manifest.json").read_text())
+        manifest["stages"] = {"train": manifest["stages"]["train"] | train}
+        manifest["config"]["features"] = {"mode": "hybrid"}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        assert unused_data(tree / "data", find(tree / "runs")) == []
+        manifest["config"]["features"] = {"mode": "online"}
+        manifest["stages"]["train"].pop("reads", None)
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        assert [path.name for path, _ in unused_data(tree / "data", find(tree / "runs"))] == ["features-unused"]
+
+
 def test_clean_tells_first_and_removes_when_told_to(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     before = sorted(tree.rglob("*"))
