@@ -5,7 +5,6 @@ import math
 from deepspec.config.schema import Config
 from deepspec.config.schema_evaluation import ESTIMATORS, MIXED
 from deepspec.decoding.modes import MODES
-from deepspec.errors import ConfigError
 from deepspec.planning.require import choice, require, whole, wholes, within
 
 
@@ -35,6 +34,3 @@ def check_evaluation(config: Config) -> None:
         require(isinstance(value, bool) or value == MIXED, "evaluate.thinking", value, "true, false or mixed")
     wholes("evaluate", evaluate, ("max_new_tokens", "batch_size", "anchors"), 1)
     wholes("evaluate", evaluate, ("bootstrap", "check_greedy"), 0)
-    if evaluate.baseline_untrained and "sampled" not in evaluate.estimators:
-        raise ConfigError("evaluate.baseline_untrained=true compares decoded answers, but evaluate.estimators has no "
-                          "sampled. Add it, or set evaluate.baseline_untrained=false.")

@@ -28,8 +28,9 @@ from deepspec.evaluation.kept import with_kept
 from deepspec.evaluation.run import Material, Subject, evaluate
 from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
-from deepspec.profiling.scheduler import SchedulerFactory, recorded_logits, trusted_cost
+from deepspec.profiling.scheduler import SchedulerFactory, recorded_logits
 from deepspec.profiling.scheduler import scheduler_factory as make_schedulers
+from deepspec.profiling.scheduler import trusted_cost
 from deepspec.stages.served import warn_of_another_engine
 from deepspec.training.session import RunSession, load_run
 
@@ -89,7 +90,8 @@ def _material(config: Config, session: RunSession) -> tuple[Material, Optional[S
     options = config.evaluate
     skipped: dict[str, str] = {}
     factory: Optional[SchedulerFactory] = None
-    scheduled = [mode for mode in options.modes if mode in SCHEDULED]
+    decodes = "sampled" in options.estimators
+    scheduled = [mode for mode in options.modes if mode in SCHEDULED and decodes]
     if scheduled:
         try:
             factory = scheduler_factory(config, session)
@@ -99,7 +101,7 @@ def _material(config: Config, session: RunSession) -> tuple[Material, Optional[S
     benchmarks = [part for item in options.benchmarks
                   for part in split_domains(load_benchmark(item, responses_dir(config)))]
     return Material(benchmarks, samples=_held_out(config, session), skipped=skipped, thinking=_thinking(config),
-                    untrained=_untrained(config, session) if options.baseline_untrained else None,
+                    untrained=_untrained(config, session) if options.baseline_untrained and decodes else None,
                     thinking_share=config.responses.thinking_share), factory
 
 

@@ -14,7 +14,7 @@ from deepspec.planning.validate import validate
     ("evaluate.estimators=[sampled,sampled]", "without repetition"), ("evaluate.batch_sizes=[0]", "batch_sizes"),
     ("evaluate.batch_sizes=[4,4]", "without repetition"), ("evaluate.thinking=[1]", "true, false or mixed"),
     ("evaluate.thinking=[sometimes]", "true, false or mixed"), ("evaluate.anchors=0", "evaluate.anchors"),
-    ("evaluate.estimators=[analytic]", "baseline_untrained"), ("evaluate.modes=[often]", "evaluate.modes"),
+    ("evaluate.modes=[often]", "evaluate.modes"),
     ("evaluate.temperatures=[-1]", "evaluate.temperatures"), ("evaluate.benchmarks=[]", "evaluate.benchmarks"),
 ])
 def test_refused(override: str, message: str) -> None:
@@ -25,7 +25,7 @@ def test_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize("overrides", [
     ["evaluate.thinking=[true,false,mixed]", "evaluate.batch_sizes=[1,8,32]"],
     ["evaluate.estimators=[sampled,analytic,drafted,teacher_forced]"],
-    ["evaluate.estimators=[analytic]", "evaluate.baseline_untrained=false"],
+    ["evaluate.estimators=[analytic]"],
 ])
 def test_accepted(overrides: list[Any]) -> None:
     config = compose_config(["+experiment=tiny", *overrides])
