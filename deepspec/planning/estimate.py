@@ -21,12 +21,13 @@ class StagePlan:
     present: bool  # a finished output is there; the stage itself compares its inputs before it skips
     requested: bool
     in_training: bool = False  # training does its work: features.mode=online, hybrid or disaggregated
+    missing: bool = False  # training would run and reads what is not there
 
     @property
     def verdict(self) -> str:
         """One word for the table."""
         if not self.requested:
-            return "not asked for"
+            return "missing, not asked for" if self.missing else "not asked for"
         if self.in_training:
             return "part of train"
         return "skip if inputs are unchanged" if self.present else "run"
@@ -93,11 +94,16 @@ def free_bytes(path: Path) -> int:
 
 def plan_stages(config: Config) -> tuple[StagePlan, ...]:
     """All stages in order."""
-    return tuple(
-        StagePlan(name, str(stage_output(config, name)), is_present(config, name), name in config.stages,
-                  name == "features" and config.features.mode in work.IN_TRAINING)
-        for name in STAGES
-    )
+    trains = "train" in config.stages and not is_present(config, "train")
+    read = {"features"} if paths.reads_store(config) else {"responses"}
+
+    def plan(name: str) -> StagePlan:
+        present, requested = is_present(config, name), name in config.stages
+        return StagePlan(name, str(stage_output(config, name)), present, requested,
+                         name == "features" and config.features.mode in work.IN_TRAINING,
+                         trains and name in read and not present and not requested)
+
+    return tuple(plan(name) for name in STAGES)
 
 
 def stages_due(stages: tuple[StagePlan, ...]) -> set[str]:

@@ -88,6 +88,21 @@ def _time(plan: Plan) -> list[str]:
     return lines
 
 
+def _disk(plan: Plan) -> list[str]:
+    lines = ["Disk"]
+    lines += [f"  {disk.path}: needs {size(disk.need)}, free {size(disk.free)}{_too_little(disk.need, disk.free)}"
+              for disk in plan.disks]
+    if any(stage.missing and stage.name == "features" for stage in plan.stages) and plan.workload.cache_bytes:
+        need, free = plan.workload.cache_bytes, plan.disks[0].free
+        lines.append(f"  {plan.disks[0].path}, once the features are made: needs {size(need)}, free "
+                     f"{size(free)}{_too_little(need, free)}")
+    return lines
+
+
+def _too_little(need: int, free: int) -> str:
+    return "" if free >= need else "  TOO LITTLE"
+
+
 def render(plan: Plan) -> str:
     """Text of ``plan``, ending in a newline."""
     blocks = [
@@ -95,7 +110,10 @@ def render(plan: Plan) -> str:
          f"ranks {plan.ranks}, ZeRO stage {plan.zero_stage}"],
         ["Stages"] + [f"  {s.name:<11} {s.verdict:<29} {s.directory}" for s in plan.stages],
         _parameters(plan), _memory(plan), _work(plan), _time(plan),
-        ["Disk"] + [f"  {disk.path}: needs {size(disk.need)}, free {size(disk.free)}"
-                    + ("" if disk.free >= disk.need else "  TOO LITTLE") for disk in plan.disks],
+        _disk(plan),
     ]
+    missing = [stage.name for stage in plan.stages if stage.missing]
+    if missing:
+        blocks.append([f"This job would be refused: {' and '.join(missing)} are not there, and stages leaves them out. "
+                       "Make them first, with the scripts in data_prep/ or by adding them to stages."])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"

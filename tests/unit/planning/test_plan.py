@@ -164,6 +164,17 @@ def test_render_says_it_all(composed: Callable[..., Config], experiment: str, tm
     assert text.endswith("\n") and max(map(len, text.splitlines())) < 200
 
 
+def test_a_plan_says_what_the_job_would_be_refused_for(composed: Callable[..., Config], tmp_path: Path) -> None:
+    def text(*extra: str) -> str:
+        return render(make_plan(composed("+experiment=qwen3_8b", f"run.data_root={tmp_path}", *extra)))
+
+    whole = "stages=[prompts,responses,features,train]"
+    assert "features are not there" in text() and "once the features are made: needs 29.3 TB" in text()
+    assert "TOO LITTLE" in text()[text().index("once the features"):]
+    assert "responses are not there" in text("features=online") and "once the" not in text("features=online")
+    assert "would be refused" not in text(whole) and "missing" not in text(whole)
+
+
 def test_units() -> None:
     assert [size(value) for value in (5, 1_500, 38.4e12)] == ["5 B", "1.5 kB", "38.4 TB"]
     assert [duration(value) for value in (0.001, 0.5, 30, 24_000)] == ["4 s", "30 min", "30.0 h", "1,000 d"]
