@@ -41,20 +41,24 @@ def config_of(job: dict[str, Any]) -> Config:
     return config
 
 
-def fault(signal_number: int, rank: int, after: int) -> None:
-    """Send this process a signal once ``after`` steps are done, or on a target rank ``after`` answers."""
-    def due(count: int, mine: int) -> None:
-        if count == after and mine == rank:
+def fault(signal_number: int, rank: int, after: int, run: Path) -> None:
+    """Send this process a signal once ``after`` steps are done, or on a target rank once ``after`` packs are answered
+    and there is a checkpoint: how far ahead of the trainers it answers depends on the machine."""
+    sent = []
+
+    def due(ready: bool, mine: int) -> None:
+        if ready and mine == rank and not sent:
+            sent.append(signal_number)
             os.kill(os.getpid(), signal_number)
 
     step, answer = DrafterTrainer._optimizer_step, FeatureServer._answer
 
     def stepping(self, loaded, requests):
-        due(self.step, distributed.rank())
+        due(self.step == after, distributed.rank())
         return step(self, loaded, requests)
 
     def answering(self, request):
-        due(self.packs, distributed.rank())
+        due(self.packs >= after and (run / "checkpoints" / "latest").is_file(), distributed.rank())
         return answer(self, request)
 
     DrafterTrainer._optimizer_step = stepping  # type: ignore[method-assign]
@@ -64,7 +68,7 @@ def fault(signal_number: int, rank: int, after: int) -> None:
 def run(job: dict[str, Any]) -> None:
     """One rank of a job; ends as the main job does."""
     if "fault" in job:
-        fault(*job["fault"])
+        fault(*job["fault"], Path(job["root"]) / job["run"])
     cli._run(config_of(job), [], ("train",))
 
 

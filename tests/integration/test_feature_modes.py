@@ -91,7 +91,7 @@ def root(tmp_path_factory) -> Path:
         job(root, "packed", 4, "disaggregated", targets=2, trainer=PACKED),
         job(root, "bf16", 2, "disaggregated", targets=1, trainer={"precision": "bf16"}, engine={"zero_stage": 2},
             features={"queue_depth": 1}),
-        job(root, "target-killed", 3, "disaggregated", targets=1, fault=[signal.SIGKILL, 2, 9]),
+        job(root, "target-killed", 3, "disaggregated", targets=1, fault=[signal.SIGKILL, 2, 1]),
         job(root, "trainer-killed", 3, "disaggregated", targets=1, fault=[signal.SIGKILL, 1, 3]),
         job(root, "hybrid", 2, "hybrid", trainer=epochs | PACKED, fault=[signal.SIGKILL, 1, 3]),
     )
@@ -153,7 +153,7 @@ def test_under_the_launcher(root):
     code, output = launch(job(root, "launched", 3, "disaggregated", targets=1), 3)
     assert code == 0, output[-4000:]
     assert losses(root, "launched") == losses(root, "online")
-    code, output = launch(job(root, "stopped", 3, "disaggregated", targets=1, fault=[signal.SIGTERM, 2, 9]), 3)
+    code, output = launch(job(root, "stopped", 3, "disaggregated", targets=1, fault=[signal.SIGTERM, 2, 1]), 3)
     assert code == 0 and "stopped by a signal" in output, output[-4000:]
     assert 0 < checkpoint.read_state(checkpoint.find_latest(root / "stopped")).step < STEPS
     code, output = launch(job(root, "stopped", 2, "disaggregated", targets=1), 2)
@@ -162,7 +162,7 @@ def test_under_the_launcher(root):
 
 
 def test_failures_under_the_launcher(root):
-    code, output = launch(job(root, "lost", 2, "disaggregated", targets=1, fault=[signal.SIGKILL, 1, 14]), 2)
+    code, output = launch(job(root, "lost", 2, "disaggregated", targets=1, fault=[signal.SIGKILL, 1, 1]), 2)
     assert code != 0 and "UserError: Target rank 1" in output and "Traceback" not in output, output[-4000:]
     checkpoint.require_unchanged(checkpoint.find_latest(root / "lost"))
     code, output = launch(job(root, "lost", 1, "disaggregated", targets=1), 1)
@@ -171,7 +171,7 @@ def test_failures_under_the_launcher(root):
 
 def test_a_target_rank_that_hangs(root):
     fork(job(root, "hanging", 2, "disaggregated", targets=1, patience=40,
-             features={"queue_timeout": 4.0}, fault=[signal.SIGSTOP, 1, 14]))
+             features={"queue_timeout": 4.0}, fault=[signal.SIGSTOP, 1, 1]))
     assert codes(root, "hanging") == [1, None]
     assert "has not answered for 4 s (features.queue_timeout)" in log(root, "hanging", 0)
     checkpoint.require_unchanged(checkpoint.find_latest(root / "hanging"))
