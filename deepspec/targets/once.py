@@ -22,9 +22,9 @@ def build_once(directory: Path, *, producer: str, fingerprint: str, config: dict
     directory gets its name when the last byte is written.
     """
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
         if artifacts.is_complete(directory, fingerprint):
             return directory
-        directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_name(f".{directory.name}.lock"), "ab") as lock:
             _acquire(lock.fileno(), directory)
             if not artifacts.is_complete(directory, fingerprint):

@@ -126,7 +126,7 @@ def test_warm_start_and_init_from(root):
     train.run(again)
     again = make_config(root, "wrong")
     again.drafter.init_from = str(root)
-    with pytest.raises(InputRefused, match="no .safetensors"):
+    with pytest.raises(InputRefused, match="Give the folder of a drafter"):
         train.run(again)
 
 
