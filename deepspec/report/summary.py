@@ -1,16 +1,11 @@
 """The result of a run in a few lines of text, for the terminal."""
 
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Optional
 
+from deepspec.report.columns import columns
 from deepspec.report.inputs import RunFiles, Setting, interval, main_setting, read_run_files, speeds
 from deepspec.report.svg import number
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width)
-                             for place, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
 
 
 def _acceptance(trained: Optional[Setting], untrained: Optional[Setting], files: RunFiles) -> list[str]:
@@ -24,7 +19,7 @@ def _acceptance(trained: Optional[Setting], untrained: Optional[Setting], files:
             kind = "domains" if trained.group("domains") else "benchmarks"
             row.append(number(untrained.group(kind).get(name, {}).get("acceptance_length")))
         rows.append(row)
-    return ["acceptance length (bonus token included; 1 is no gain)", *_columns(rows)]
+    return ["acceptance length (bonus token included; 1 is no gain)", *columns(rows).splitlines()]
 
 
 def _confidence(files: RunFiles) -> list[str]:
@@ -35,7 +30,8 @@ def _confidence(files: RunFiles) -> list[str]:
     for k in sorted({0, calibration.block_size // 2, calibration.block_size - 1}):
         values = (calibration.ece_before[k], calibration.ece_after[k], calibration.ece_noise_floor[k])
         rows.append([str(k + 1), *(number(value, 2) for value in values)])
-    return [f"calibration of the confidence ({calibration.num_samples:,} blocks the fit never saw)", *_columns(rows)]
+    return [f"calibration of the confidence ({calibration.num_samples:,} blocks the fit never saw)",
+            *columns(rows).splitlines()]
 
 
 def _speed(files: RunFiles) -> list[str]:
@@ -47,7 +43,7 @@ def _speed(files: RunFiles) -> list[str]:
     rows += [[one.label, number(one.none), number(one.fixed), number(one.scheduled)] for one in found]
     skipped = files.evaluation.get("skipped")
     notes = [f"  {mode}: left out, {why}" for mode, why in (skipped.items() if isinstance(skipped, dict) else ())]
-    return ["tokens per second, measured here", *_columns(rows), *notes]
+    return ["tokens per second, measured here", *columns(rows).splitlines(), *notes]
 
 
 def summary_table(run_dir: Path | str) -> str:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from deepspec.errors import InputRefused, UserError
+from deepspec.report.columns import columns
 from deepspec.report.compare import pooled_length
 from deepspec.report.inputs import interval, main_setting, speeds
 from deepspec.report.summary import summary_table
-from deepspec.runs.columns import columns
 from deepspec.runs.tree import Run, find, listing, removable, size, unused_data
 
 log = logging.getLogger("deepspec.runs")

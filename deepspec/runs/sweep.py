@@ -11,9 +11,9 @@ from typing import Optional, Sequence
 from deepspec.artifacts import atomic_write_bytes
 from deepspec.config.schema_sweep import SweepConfig
 from deepspec.errors import UserError
+from deepspec.report.columns import columns
 from deepspec.report.compare import find_runs
 from deepspec.runs.child import LOG, Child, command, last_lines
-from deepspec.runs.columns import columns
 from deepspec.runs.names import job_name
 from deepspec.runs.objective import read_objective
 from deepspec.runs.page import sweep_page

@@ -8,9 +8,9 @@ from typing import Any, Iterator, Optional, Sequence
 
 from deepspec.config.schema import STAGES
 from deepspec.errors import InputRefused
+from deepspec.report.columns import columns
 from deepspec.report.compare import pooled_length
 from deepspec.report.inputs import RunFiles, read_run_files, speeds
-from deepspec.runs.columns import columns
 from deepspec.training.checkpoint import complete_tags, directory
 from deepspec.training.retention import leftovers
 
