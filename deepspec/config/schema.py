@@ -262,6 +262,11 @@ class Config:
     runs: list[str] = field(default_factory=list)  # report.py, simulate_serving.py: other runs to compare
 
 
+def training_seed(config: Config) -> int:
+    """Seed of initial weights, order and anchors: trainings that differ in it alone share prompts and features."""
+    return config.run.seed if config.trainer.seed is None else config.trainer.seed
+
+
 AUTOREGRESSIVE = ("eagle3", "mtp")
 ALGORITHMS = ("dspark", "dflash", *AUTOREGRESSIVE)
 

@@ -23,6 +23,8 @@ class ObjectiveConfig:
 class TrainerConfig:
     """The training loop."""
 
+    # Of initial weights, order of samples and anchors; null: run.seed, which prompts and answers depend on, too
+    seed: Optional[int] = None
     epochs: int = 10
     max_steps: Optional[int] = None  # optimizer steps; null: epochs decide
     global_batch_size: int = 512  # samples per optimizer step, over all ranks and accumulation
@@ -40,6 +42,9 @@ class TrainerConfig:
     ema_decay: Optional[float] = None  # per-step decay of an exponential moving average of the weights; null: none
     validate_every: int = 0  # 0 = only at the end
     validation_samples: int = 64
+    # validations in a row without a better held-out acceptance before training ends; null: never
+    early_stopping_patience: Optional[int] = None
+    early_stopping_threshold: float = 0.0  # tokens per round by which a validation must exceed the best to be better
     decode_every: int = 0  # also decode held-out prompts for real every so many steps; 0 = never
     decode_prompts: int = 8
     decode_tokens: int = 32  # of each answer
@@ -52,13 +57,16 @@ class TrainerConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine to ``min_lr_ratio``."""
+    """AdamW with linear warm-up and a schedule down to ``min_lr_ratio``."""
 
     lr: float = 6e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_ratio: float = 0.04
+    # after the warm-up: cosine | linear (both down to min_lr_ratio) | constant | wsd (constant, then a linear decay)
+    schedule: str = "cosine"
+    decay_ratio: Optional[float] = None  # wsd: share of the steps, at the end, that decay; null: 0.2
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
     backbone_lr_multiplier: float = 1.0

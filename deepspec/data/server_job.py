@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Iterator, Optional, Sequence
 
 from deepspec.data.dialogue import (
-    THINK_CLOSE,
-    THINK_OPEN,
-    AnswerLimits,
-    Dialogue,
-    TurnRefused,
-    TurnSkipped,
-    after_prompt,
-    join_reasoning,
+    THINK_CLOSE, THINK_OPEN, AnswerLimits, Dialogue, TurnRefused, TurnSkipped, after_prompt, join_reasoning,
     opens_thinking,
 )
 from deepspec.data.parts import PartWriter

@@ -10,8 +10,8 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from deepspec.data.stream import ANSWER, CHANNELS, GOODBYE, REQUEST, Answer, needed_rows
 from deepspec.data.sources import OnlineFeatures
+from deepspec.data.stream import ANSWER, CHANNELS, GOODBYE, REQUEST, Answer, needed_rows
 from deepspec.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,7 @@ from deepspec.decoding.modes import MODES, SCHEDULED
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.decoding.recurrent import draft_state
 from deepspec.decoding.rows import Kept, Outcome, Row, Step, keep, plan_step
-from deepspec.decoding.types import (
-    BlockDetail, DecodeRequest, DecodeResult, DecodeTimings, DraftProposal, RoundRecord,
-)
+from deepspec.decoding.types import BlockDetail, DecodeRequest, DecodeResult, DecodeTimings, DraftProposal, RoundRecord
 from deepspec.decoding.verification import Verification, verify
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.scheduling import Floats

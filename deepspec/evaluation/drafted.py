@@ -14,9 +14,7 @@ from deepspec.data.batch import Sample
 from deepspec.decoding.draft import draft_uniforms
 from deepspec.decoding.recurrent import draft_state
 from deepspec.decoding.types import DraftProposal
-from deepspec.evaluation.analytic import (
-    AnchorValues, Judged, anchor_values, before, judge, rows_at_once, survival,
-)
+from deepspec.evaluation.analytic import AnchorValues, Judged, anchor_values, before, judge, rows_at_once, survival
 from deepspec.targets.sampling import Sampling, target_probs
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Iterable, Mapping, Optional
 
-from deepspec.config.schema import Config
+from deepspec.config.schema import Config, training_seed
 from deepspec.export import engines, layout
 from deepspec.export.acceptance import speculative_settings
 from deepspec.export.evidence import Evidence
@@ -76,7 +76,7 @@ def _data(config: Config) -> list[str]:
         f"{config.data.max_length} tokens; positions beyond that were never trained.", "",
         f"{config.trainer.epochs} epochs{limit}, {config.trainer.global_batch_size} samples per step, "
         f"{config.trainer.num_anchors} anchors per sample, learning rate {config.optimizer.lr}, seed "
-        f"{config.run.seed}.", "",
+        f"{training_seed(config)}.", "",
     ]
 
 

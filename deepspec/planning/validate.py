@@ -13,8 +13,8 @@ from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
 from deepspec.planning.require import choice, require, whole, wholes, within
 from deepspec.planning.validate_data import check_cleaning
-from deepspec.planning.validate_features import check_features
 from deepspec.planning.validate_evaluation import check_evaluation
+from deepspec.planning.validate_features import check_features
 from deepspec.planning.validate_serving import check_doctor, check_loop
 from deepspec.planning.validate_speed import check_speed
 from deepspec.planning.validate_training import check_objective, check_trainer

@@ -6,8 +6,9 @@ from typing import Any, Callable, Optional, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspec.calibration import Calibration, ConfidenceRecords, reliability_curve, sigmoid, split_conversations
-from deepspec.calibration import survival_probability
+from deepspec.calibration import (
+    Calibration, ConfidenceRecords, reliability_curve, sigmoid, split_conversations, survival_probability,
+)
 from deepspec.calibration.thresholds import best_threshold, threshold_sweep
 from deepspec.report.inputs import RunFiles, is_number
 from deepspec.report.page import Section, figure, figures, missing, table

@@ -156,7 +156,7 @@ def configuration(files: RunFiles) -> Section:
             "drafter.head", "drafter.markov_rank", "objective.ce_weight", "objective.tv_weight",
             "objective.confidence_weight", "objective.decay", "data.max_length", "features.mode", "features.codec",
             "trainer.epochs", "trainer.global_batch_size", "trainer.num_anchors", "trainer.precision", "optimizer.lr",
-            "confidence.temperature", "run.seed")
+            "confidence.temperature", "run.seed", "trainer.seed")
     rows = []
     for key in keys:
         value = files.option(*key.split("."))

@@ -17,16 +17,7 @@ from deepspec.runs.child import LOG, Child, command, last_lines
 from deepspec.runs.names import job_name
 from deepspec.runs.objective import read_objective
 from deepspec.runs.page import sweep_page
-from deepspec.runs.status import (
-    COMPLETE,
-    FAILED,
-    RUNNING,
-    SKIPPED,
-    STOPPED,
-    JobStatus,
-    read_status,
-    read_sweep,
-)
+from deepspec.runs.status import COMPLETE, FAILED, RUNNING, SKIPPED, STOPPED, JobStatus, read_status, read_sweep
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json, begin, canonical_hash, complete
 from deepspec.calibration import (
-    ConfidenceRecords, RecordsOrigin, auc, brier, fit_temperatures, sigmoid, split_conversations,
-    survival_probability, temperature_grid,
+    ConfidenceRecords, RecordsOrigin, auc, brier, fit_temperatures, sigmoid, split_conversations, survival_probability,
+    temperature_grid,
 )
 from deepspec.calibration.compare import compare_heads
 from deepspec.calibration.fit import cumulative_ece

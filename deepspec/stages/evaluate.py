@@ -14,7 +14,7 @@ from deepspec.artifacts import atomic_write_json
 from deepspec.calibration import Calibration
 from deepspec.calibration.head import load_confidence
 from deepspec.config.paths import responses_dir, run_dir
-from deepspec.config.schema import Config
+from deepspec.config.schema import Config, training_seed
 from deepspec.config.schema_evaluation import MIXED
 from deepspec.data.batch import Sample
 from deepspec.data.rendering import Renderer
@@ -60,7 +60,7 @@ def scheduler_factory(config: Config, session: RunSession) -> SchedulerFactory:
 def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
     """The drafter as initialisation leaves it, on the device and in the dtype of the trained one."""
     with torch.random.fork_rng():
-        torch.manual_seed(config.run.seed)
+        torch.manual_seed(training_seed(config))
         fresh = build_drafter(session.drafter.shape, session.shared)
     parameter = next(session.drafter.parameters())
     return fresh.to(parameter.device, parameter.dtype).eval().requires_grad_(False)

@@ -13,15 +13,7 @@ from deepspec.config.schema import Config
 from deepspec.data.batch import FeatureSample, Sample
 from deepspec.data.extraction import QUARANTINE_LIMIT, Quarantine, Work, allowed_aside
 from deepspec.data.feature_format import (
-    COMMAND,
-    INDEX,
-    PRODUCER,
-    STORE_VERSION,
-    BadFeatures,
-    StoreHeader,
-    describe_estimate,
-    estimate_bytes,
-    human_bytes,
+    COMMAND, INDEX, PRODUCER, STORE_VERSION, BadFeatures, StoreHeader, describe_estimate, estimate_bytes, human_bytes,
     require_disk,
 )
 from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index

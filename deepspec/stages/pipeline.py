@@ -17,7 +17,7 @@ from deepspec.config.paths import (
     features_dir, features_key, leaves_store, prompts_dir, prompts_key, reads_store, responses_dir, responses_key,
     run_dir,
 )
-from deepspec.config.schema import STAGES, Config
+from deepspec.config.schema import STAGES, Config, training_seed
 from deepspec.data.decontaminate import decontamination_files
 from deepspec.data.prompt_sources import FILE_KINDS
 from deepspec.errors import InputRefused
@@ -67,11 +67,12 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     training = {
         "features": features_key(config), "mask_token_id": config.target.mask_token_id, "trainer": trainer,
         "target_files": _target_files(config),
-        "drafter": values["drafter"] | {"init_from": start_hash(config.drafter.init_from)}, "seed": config.run.seed,
+        "drafter": values["drafter"] | {"init_from": start_hash(config.drafter.init_from)},
+        "seed": training_seed(config),
         "objective": {
             key: value for key, value in values["objective"].items() if key not in ("implementation", "chunk_megabytes")
         },
-        "optimizer": values["optimizer"],
+        "optimizer": _optimizer(values["optimizer"]),
     }
     keys: dict[str, Any] = {
         "prompts": prompts_key(config), "responses": responses_key(config), "features": features_key(config),
@@ -86,13 +87,24 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "simulate": values["simulate"] | {"scheduler": values["scheduler"], "runs": config.runs},
         "export": values["export"], "report": {"runs": config.runs},
     }
-    if config.trainer.ema_decay is not None:
-        trainer["ema_decay"] = config.trainer.ema_decay
+    if training_seed(config) != config.run.seed:
+        training["validation_seed"] = config.run.seed  # held-out anchors, which choose the best checkpoint
+    for name in ("ema_decay", "early_stopping_patience"):
+        if values["trainer"][name] is not None:
+            trainer[name] = values["trainer"][name]
+    if config.trainer.early_stopping_threshold:
+        trainer["early_stopping_threshold"] = config.trainer.early_stopping_threshold
     if config.export.checkpoint != "latest" and stage in _OF_ONE_CHECKPOINT:
         keys[stage] = keys[stage] | {"checkpoint": config.export.checkpoint}
     if config.export.weights != "trained" and stage in _OF_ONE_CHECKPOINT:
         keys[stage] = keys[stage] | {"weights": config.export.weights}
     return keys[stage]
+
+
+def _optimizer(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the options that runs made before them lack, where they say what was done then."""
+    later = {"schedule": "cosine", "decay_ratio": None}
+    return {key: value for key, value in values.items() if key not in later or value != later[key]}
 
 
 def _target_files(config: Config) -> list[tuple[str, int, int]]:

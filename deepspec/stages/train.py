@@ -9,7 +9,7 @@ import torch
 
 from deepspec import distributed
 from deepspec.config.paths import model_cache, run_dir
-from deepspec.config.schema import Config
+from deepspec.config.schema import Config, training_seed
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
@@ -77,7 +77,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
         decoder = live_decoder(config, shape, shared, target)
     del target, on_target  # whatever still needs the target holds it
     identity = run_identity(config, shape, target=shared.fingerprint, data=data.fingerprint)
-    packer = Packer(data.train, shape, config.trainer, config.objective, seed=config.run.seed,
+    packer = Packer(data.train, shape, config.trainer, config.objective, seed=training_seed(config),
                     num_workers=config.data.num_workers, documents=data.documents)
     validate = None
     if len(data.held_out):
@@ -102,7 +102,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
 
 def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: Target) -> Drafter:
     """A drafter initialised from the seed, the target's last layers, or an exported drafter."""
-    torch.manual_seed(config.run.seed)
+    torch.manual_seed(training_seed(config))
     drafter = build_drafter(shape, shared, confidence_detach=config.objective.confidence_detach,
                             activation_checkpointing=config.trainer.activation_checkpointing,
                             attention=config.trainer.attention, compile=config.trainer.compile)

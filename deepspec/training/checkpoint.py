@@ -51,6 +51,7 @@ class TrainState:
     tracking_id: Optional[str] = None
     best_step: Optional[int] = None  # of the best validation so far, which may be this one
     best_acceptance: Optional[float] = None
+    stale_validations: int = 0  # in a row, up to this step, that were no better than the best (early stopping)
 
 
 def directory(run_dir: Path) -> Path:

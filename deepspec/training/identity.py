@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional
 
 from deepspec.artifacts import canonical_hash, sha256_file
-from deepspec.config.schema import Config
+from deepspec.config.schema import Config, training_seed
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import InputRefused
 
@@ -13,6 +13,8 @@ from deepspec.errors import InputRefused
 _NOT_MEANING = {"implementation", "chunk_megabytes"}
 # Not in the oldest checkpoints, which are taken at their word.
 _LATER = {"start.warm_start", "start.init_from", "trainer.ema_decay"}
+# What the oldest checkpoints were trained with, when there was no choice.
+_BEFORE = {"optimizer.schedule": "cosine", "optimizer.decay_ratio": None}
 
 
 def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str)
     objective = {key: value for key, value in asdict(config.objective).items() if key not in _NOT_MEANING}
     trainer = {key: getattr(config.trainer, key)
                for key in ("global_batch_size", "num_anchors", "precision", "ema_decay")}
-    values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": config.run.seed}
+    values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": training_seed(config)}
     values |= {"start.warm_start": config.drafter.warm_start, "start.init_from": start_hash(config.drafter.init_from)}
     for prefix, part in (("drafter", asdict(shape)), ("objective", objective), ("trainer", trainer),
                          ("optimizer", asdict(config.optimizer))):
@@ -46,6 +48,8 @@ def _plain(value: Any) -> Any:
 
 def require_same(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
     """Raises InputRefused naming every key whose value differs, with both values."""
+    saved = _BEFORE | dict(saved)
+    current = _BEFORE | dict(current)
     different = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {current.get(key)!r} now"
         for key in sorted(saved.keys() | current.keys() - (_LATER - saved.keys())) if saved.get(key) != current.get(key)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Iterable, Optional
 
 from deepspec.artifacts import atomic_write_bytes
+from deepspec.config.schema import TrainerConfig
 from deepspec.training.checkpoint import BEST, TrainState, complete_tags, directory
 
 
@@ -23,6 +24,21 @@ def better(best: Optional[Best], acceptance: Optional[float]) -> bool:
     if acceptance is None or not math.isfinite(acceptance):
         return False
     return best is None or acceptance > best.acceptance
+
+
+def stale_after(stale: int, best: Optional[Best], acceptance: Optional[float], threshold: float) -> int:
+    """Validations in a row without progress, after one more that measured ``acceptance`` when ``best`` was the best.
+
+    Progress is to exceed the best so far by more than ``threshold`` tokens per round.
+    """
+    floor = Best(best.step, best.acceptance + threshold) if best is not None else None
+    return 0 if better(floor, acceptance) else stale + 1
+
+
+def exhausted(stale: int, trainer: TrainerConfig, *, first_epoch_over: bool, fills_store: bool) -> bool:
+    """Whether training is to end before its last step. A first epoch that fills a feature store is never cut short."""
+    patience = trainer.early_stopping_patience
+    return patience is not None and stale >= patience and (first_epoch_over or not fills_store)
 
 
 def restored(run_dir: Path, found: Optional[Path], saved: Optional[TrainState]) -> Optional[Best]:

@@ -24,7 +24,7 @@ from deepspec.training.memory import peak_bytes, release_free_pages
 from deepspec.training.metrics import METRICS, SHARES, VALIDATION, MetricsFile, objective_row, tracked
 from deepspec.training.module import TrainingModule
 from deepspec.training.packs import Packer, Window
-from deepspec.training.retention import Best, better, point_to_best, restored
+from deepspec.training.retention import Best, better, exhausted, point_to_best, restored, stale_after
 from deepspec.training.schedule import make_schedule
 from deepspec.training.signals import Requests
 from deepspec.training.step import StepResult, optimizer_step, prime, rehearse
@@ -63,6 +63,7 @@ class DrafterTrainer:
         self.step = self.samples = self.skipped_steps = self.epoch = 0
         self.saved_at: Optional[int] = None
         self.best: Optional[Best] = None
+        self.stale = 0  # validations in a row without progress
         self.average: Optional[WeightAverage] = None
         self.writer = CheckpointWriter(self.run_dir, packer.shape, config)
         self.bad_in_a_row = 0
@@ -71,7 +72,7 @@ class DrafterTrainer:
             raise UserError("There is no training sample. See the counts that responses and features printed.")
         self.per_epoch = steps_per_epoch(count, config.trainer.global_batch_size)
         self.total_steps = config.trainer.max_steps or config.trainer.epochs * self.per_epoch
-        self.schedule = make_schedule(self.total_steps, config.optimizer.warmup_ratio, config.optimizer.min_lr_ratio)
+        self.schedule = make_schedule(self.total_steps, config.optimizer)
         self._drafter = drafter
         self._outline: Optional[Outline] = None
         self.engine: Any = None
@@ -79,7 +80,7 @@ class DrafterTrainer:
     def run(self) -> TrainResult:
         """Train to the last step, or to the end of the step in which SIGTERM arrives."""
         found = checkpoint.resolve_resume(self.config.trainer.resume, self.run_dir)
-        if found is not None and checkpoint.read_state(found).step >= self.total_steps:
+        if found is not None and self._finished(found):
             require_same(checkpoint.read_state(found).identity, self.identity, found)
             if distributed.is_main():
                 saving.tidy(self.run_dir, found, self.config.trainer.keep_last)
@@ -111,6 +112,11 @@ class DrafterTrainer:
                     self.save()
                 _show(progress, row)
                 release_free_pages()
+                if self._exhausted(self.step, self.stale):
+                    logger.info("training ends at step %d of %d: the last %d validations were no better than that of "
+                                "step %d; export.checkpoint=best takes that one", self.step, self.total_steps,
+                                self.stale, self.best.step if self.best else 0)
+                    return False, row
                 if result.stop and self.step < self.total_steps:
                     requests.stop = True  # whichever rank was asked
                     return True, row
@@ -130,7 +136,7 @@ class DrafterTrainer:
             zero_stage=effective_stage(self.config.engine.zero_stage, self.config.trainer.precision),
             identity=self.identity, tracking_id=self.tracker.id,
             best_step=self.best.step if self.best else None,
-            best_acceptance=self.best.acceptance if self.best else None,
+            best_acceptance=self.best.acceptance if self.best else None, stale_validations=self.stale,
         )
         self.writer.save(self.engine, self.average, train_state)
         self.saved_at = self.step
@@ -143,10 +149,21 @@ class DrafterTrainer:
             averaged = () if self.average is None or self._outline is None else (
                 state.averaged_module(self.engine, self.average, self._outline),)
             acceptance = self.validate(self.engine, self.step, *averaged)
+        self.stale = stale_after(self.stale, self.best, acceptance, self.config.trainer.early_stopping_threshold)
         if acceptance is None or not self.config.trainer.keep_best or not better(self.best, acceptance):
             return False
         self.best = Best(self.step, acceptance)
         return True
+
+    def _finished(self, found: Path) -> bool:
+        """Whether nothing is left to train after the checkpoint ``found``."""
+        saved = checkpoint.read_state(found)
+        own = restored(self.run_dir, found, saved) is not None  # another run's checkpoint is only where this one starts
+        return saved.step >= self.total_steps or (own and self._exhausted(saved.step, saved.stale_validations))
+
+    def _exhausted(self, step: int, stale: int) -> bool:
+        return exhausted(stale, self.config.trainer, first_epoch_over=step >= self.per_epoch,
+                         fills_store=self.config.features.mode == "hybrid")
 
     def _start(self, found: Optional[Path]) -> None:
         """Engine, optimizer state and counters: fresh, or as the checkpoint ``found`` has them."""
@@ -187,6 +204,7 @@ class DrafterTrainer:
             self.average.updates = saved.adam_step if state.AVERAGES in tensors else 0
             if state.AVERAGES not in tensors:
                 logger.warning("%s has no averaged weights: the average begins at its weights", found)
+        self.stale = saved.stale_validations if self.best is not None else 0
         self.step, self.epoch, self.samples = saved.step, saved.epoch, saved.samples
         self.skipped_steps = saved.skipped_steps
         # A checkpoint of another run's folder is where this one starts, not one of its own.

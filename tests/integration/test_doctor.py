@@ -8,9 +8,9 @@ from typing import Any, Iterator, Optional
 import pytest
 import torch
 
+from deepspec.doctor.diagnosis import Diagnosis
 from deepspec.doctor.endpoint import connect
 from deepspec.doctor.exam import Exam
-from deepspec.doctor.diagnosis import Diagnosis
 from deepspec.doctor.run import examine_server
 from deepspec.doctor.variants import other_slots, rebuild, shuffled, with_length, without_sequential
 from deepspec.drafters.registry import shape_from

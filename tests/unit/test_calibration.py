@@ -8,8 +8,8 @@ import pytest
 
 from deepspec.calibration import (
     Calibration, ConfidenceRecords, RecordsOrigin, auc, bootstrap_ece, brier, calibrate, ece_noise_floor,
-    expected_calibration_error, fit_temperatures, reliability_curve, sigmoid, split_conversations,
-    survival_probability, temperature_grid,
+    expected_calibration_error, fit_temperatures, reliability_curve, sigmoid, split_conversations, survival_probability,
+    temperature_grid,
 )
 from deepspec.config.schema import CalibrationConfig
 from deepspec.errors import InputRefused

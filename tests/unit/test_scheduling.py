@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from deepspec.errors import InputRefused
-from deepspec.scheduling import (
-    SpsTable, expected_throughput, lower_convex, schedule_budget, schedule_prefixes,
-)
+from deepspec.scheduling import SpsTable, expected_throughput, lower_convex, schedule_budget, schedule_prefixes
 
 
 def by_table(rates: dict[int, float]):

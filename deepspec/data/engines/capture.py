@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepspec.data.server_pool import BreakerOptions, Server
 
-
 # What a reply that parses as JSON, but is built in another way, makes of code that takes it apart.
 MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 

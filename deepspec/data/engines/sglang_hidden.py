@@ -14,14 +14,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from deepspec.data.engines.capture import (
-    MALFORMED,
-    Captured,
-    EngineOptions,
-    ServerMisused,
-    TokenLogProb,
-    echo_problem,
-)
+from deepspec.data.engines.capture import MALFORMED, Captured, EngineOptions, ServerMisused, TokenLogProb, echo_problem
 from deepspec.data.pool_client import Call, PoolClient, RowRejected, TryAgain
 from deepspec.data.server_pool import Server
 

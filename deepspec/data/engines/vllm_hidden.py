@@ -16,14 +16,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from deepspec.data.engines.capture import (
-    MALFORMED,
-    Captured,
-    EngineOptions,
-    ServerMisused,
-    TokenLogProb,
-    echo_problem,
-)
+from deepspec.data.engines.capture import MALFORMED, Captured, EngineOptions, ServerMisused, TokenLogProb, echo_problem
 from deepspec.data.engines.vllm_files import FileProblem, sweep, take
 from deepspec.data.pool_client import Call, PoolClient, RowRejected, TryAgain
 from deepspec.data.server_pool import Server

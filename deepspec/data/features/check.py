@@ -7,15 +7,7 @@ from typing import Iterator, Optional
 import numpy as np
 
 from deepspec import artifacts
-from deepspec.data.feature_format import (
-    COMMAND,
-    INDEX,
-    PRODUCER,
-    Record,
-    StoreHeader,
-    header_of,
-    record_from_json,
-)
+from deepspec.data.feature_format import COMMAND, INDEX, PRODUCER, Record, StoreHeader, header_of, record_from_json
 from deepspec.data.feature_records import is_intact, record_size
 from deepspec.data.feature_shards import read_shard, shard_names, shard_problem
 from deepspec.data.jsonl import read_rows

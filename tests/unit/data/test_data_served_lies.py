@@ -10,15 +10,7 @@ import torch
 from fake_server import FakeServer
 from hidden_state_server import TinyEngine, sglang, vllm
 from safetensors.torch import save_file
-from test_data_served import (  # noqa: F401
-    LAYERS,
-    asked_of,
-    config,
-    engine,
-    files,
-    of_row,
-    target,
-)
+from test_data_served import LAYERS, asked_of, config, engine, files, of_row, target  # noqa: F401
 
 from deepspec.config import paths
 from deepspec.config.schema import Config

@@ -16,16 +16,8 @@ from deepspec.data.batch import TrainingBatch
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
 from deepspec.errors import ConfigError
 from deepspec.objective import (
-    Denominators,
-    LossTerms,
-    acceptance_rate,
-    chunked,
-    confidence_loss,
-    cross_entropy_loss,
-    drafter_loss,
-    position_weights,
-    total_variation_loss,
-    window_weights,
+    Denominators, LossTerms, acceptance_rate, chunked, confidence_loss, cross_entropy_loss, drafter_loss,
+    position_weights, total_variation_loss, window_weights,
 )
 
 

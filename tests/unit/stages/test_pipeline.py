@@ -7,7 +7,7 @@ import pytest
 
 from deepspec import artifacts
 from deepspec.config.compose import compose_config
-from deepspec.config.schema import BenchmarkConfig, Config
+from deepspec.config.schema import STAGES, BenchmarkConfig, Config, training_seed
 from deepspec.errors import InputRefused, UserError
 from deepspec.stages import pipeline
 from deepspec.training.identity import require_same, start_hash
@@ -45,6 +45,18 @@ def test_options_that_decide_a_stage(config: Config, change: Callable[[Config], 
     before = {stage: pipeline.fingerprint(config, stage) for stage in stages}
     change(config)
     assert all(pipeline.fingerprint(config, stage) != before[stage] for stage in stages)
+
+
+def test_a_seed_of_training_alone_leaves_prompts_answers_and_features(config: Config) -> None:
+    before = {stage: pipeline.decided_by(config, stage) for stage in STAGES}
+    config.trainer.seed = config.run.seed
+    assert {stage: pipeline.decided_by(config, stage) for stage in STAGES} == before, "the same training by name"
+    config.trainer.seed = 1
+    changed = [stage for stage in STAGES if pipeline.decided_by(config, stage) != before[stage]]
+    assert changed == ["train"], "later stages follow from the weights"
+    assert training_seed(config) == 1
+    config.run.seed = 7
+    assert pipeline.decided_by(config, "prompts") != before["prompts"] and training_seed(config) == 1
 
 
 def test_an_edited_benchmark_is_evaluated_again(config: Config, tmp_path: Path) -> None:

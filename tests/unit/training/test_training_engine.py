@@ -13,9 +13,7 @@ from tiny_training import tiny_config, tiny_drafter
 from deepspec.config.owned import TOP_LEVEL
 from deepspec.config.schema import EngineConfig, OptimizerConfig, TrainerConfig
 from deepspec.errors import ConfigError
-from deepspec.training.engine import (
-    accumulation_steps, build_config, effective_stage, initialize, parameter_groups,
-)
+from deepspec.training.engine import accumulation_steps, build_config, effective_stage, initialize, parameter_groups
 from deepspec.training.module import TrainingModule
 
 TRAINER = TrainerConfig(global_batch_size=8, micro_batch_size=2, precision="fp32")

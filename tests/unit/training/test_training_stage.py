@@ -68,6 +68,19 @@ def test_cached_and_online_features_train_alike(root, caplog):
     assert "trained to step 3 of 3" in caplog.text
 
 
+def test_trainings_of_several_seeds_share_one_store(root):
+    found = {}
+    for name, seed in (("none", None), ("same", 0), ("other", 5)):
+        config = make_config(root, f"seed-{name}")
+        config.run.seed, config.trainer.seed = 0, seed
+        train.run(config)
+        found[name] = losses(root / f"seed-{name}")
+    assert found["none"] == found["same"] != found["other"]
+    config.trainer.seed = 6
+    with pytest.raises(InputRefused, match="seed: 5 in the checkpoint, 6 now"):
+        train.run(config)
+
+
 def test_decodes_held_out_prompts_while_training(root, caplog):
     caplog.set_level(logging.INFO)
     config = make_config(root, "decoding", decode_every=2, decode_prompts=3, decode_tokens=9)
