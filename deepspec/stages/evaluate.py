@@ -28,9 +28,9 @@ from deepspec.evaluation.kept import with_kept
 from deepspec.evaluation.run import Material, Subject, evaluate
 from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
-from deepspec.profiling.scheduler import SchedulerFactory, recorded_logits
-from deepspec.profiling.scheduler import scheduler_factory as make_schedulers
-from deepspec.profiling.scheduler import trusted_cost
+from deepspec.profiling.scheduler import (
+    SchedulerFactory, recorded_logits, scheduler_factory as make_schedulers, trusted_cost,
+)
 from deepspec.stages.served import warn_of_another_engine
 from deepspec.training.session import RunSession, load_run
 

@@ -77,10 +77,7 @@ def test_the_mask_of_flex_attention_can_be_compiled() -> None:
 
 def test_training_under_zero_2(tmp_path: Path) -> None:
     needs_compiler()
-    from tiny_training import SHAPE as TINY
-    from tiny_training import TinySource
-    from tiny_training import shared_weights as tiny_weights
-    from tiny_training import tiny_config
+    from tiny_training import SHAPE as TINY, TinySource, shared_weights as tiny_weights, tiny_config
 
     from deepspec.training import checkpoint
     from deepspec.training.identity import run_identity

@@ -132,9 +132,7 @@ def spoil(trainer: Any, after: int, until: int) -> None:
 
 def decode(run_dir: Path, stage: int, options: dict) -> None:
     """Real decoding of held-out prompts with an engine's weights."""
-    from tiny import prompts
-    from tiny import tiny_drafter as decoding_drafter
-    from tiny import tiny_target
+    from tiny import prompts, tiny_drafter as decoding_drafter, tiny_target
 
     from deepspec.training.live_decode import LiveDecoder
 

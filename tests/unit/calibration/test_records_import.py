@@ -16,8 +16,7 @@ from deepspec.config.schema import CalibrationConfig, Config
 from deepspec.errors import InputRefused
 from deepspec.planning import preflight
 from deepspec.planning.preflight import required
-from deepspec.stages import calibrate as stage
-from deepspec.stages import pipeline
+from deepspec.stages import calibrate as stage, pipeline
 
 SHA = "d" * 64
 LENGTH = 4

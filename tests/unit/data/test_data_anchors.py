@@ -5,8 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tiny_data import sample, with_features
 
 from deepspec.data.anchors import build_blocks, sample_anchors, valid_anchors

@@ -4,8 +4,7 @@ import json
 from typing import Any, Optional
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from tiny_data import END, MASK, ROWS, tiny_tokenizer
 
 from deepspec.data.dialogue import AnswerLimits, Dialogue, TurnRefused

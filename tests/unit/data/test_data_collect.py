@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from gathered import gather, gather_all, source, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tiny_data import chat, tiny_config
 
 from deepspec import artifacts

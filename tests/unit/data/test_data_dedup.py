@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gathered import gather, gather_all, source, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deepspec.data.dedup import RECALL, SHINGLE, choose_bands
 from deepspec.data.ngrams import jaccard, ngram_hashes, shingles, word_hashes, words

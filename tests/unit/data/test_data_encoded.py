@@ -8,8 +8,7 @@ import pytest
 import torch
 from test_data_feature_store import HEADER, finish, items, write
 
-from deepspec.data import encoded
-from deepspec.data import feature_codec as codecs
+from deepspec.data import encoded, feature_codec as codecs
 from deepspec.data.batch import TrainingBatch
 from deepspec.data.collate import collate
 from deepspec.data.feature_store import FeatureStore

@@ -22,9 +22,7 @@ from deepspec.data.features.check import Catalog, find_damage, read_catalog
 from deepspec.data.features.repair import Remaker, repair
 from deepspec.data.jsonl import dump_row
 from deepspec.errors import InputRefused, UserError
-from deepspec.stages import features as features_stage
-from deepspec.stages import prompts as prompts_stage
-from deepspec.stages import responses as responses_stage
+from deepspec.stages import features as features_stage, prompts as prompts_stage, responses as responses_stage
 
 HEADER = StoreHeader("target", "renderer", "responses", (1, 3), 96, "int8", "float32")
 NAMES = [f"s{index}" for index in range(8)]

@@ -13,8 +13,7 @@ import torch
 from tiny_data import sample, with_features
 
 from deepspec import artifacts
-from deepspec.data import feature_codec as codecs
-from deepspec.data import feature_format, feature_records, feature_shards, feature_store
+from deepspec.data import feature_codec as codecs, feature_format, feature_records, feature_shards, feature_store
 from deepspec.data.anchors import valid_anchors
 from deepspec.data.batch import FeatureSample
 from deepspec.data.feature_format import BadFeatures, StoreHeader, estimate_bytes, require_disk

@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tiny_data import sample, with_features
 
 from deepspec.data.collate import collate

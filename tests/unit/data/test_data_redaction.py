@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from gathered import gather, gather_all, source, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deepspec.data.prompt_rows import SLOT
 from deepspec.data.redaction import builtin, load_redaction, redacted

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 
 from foreign_caches import IDS, MAKERS, Row, make_rows  # noqa: E402
 from tiny_data import MASK  # noqa: E402
-from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_data import save_target  # noqa: E402
+from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_training import tiny_config  # noqa: E402
 
 from deepspec.artifacts import read_manifest, sha256_file  # noqa: E402

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 from fake_server import FakeServer  # noqa: E402
 from hidden_state_server import TinyEngine, vllm  # noqa: E402
 from tiny_data import MASK  # noqa: E402
-from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_data import save_target  # noqa: E402
+from tiny_data import ROWS as VOCABULARY  # noqa: E402
 from tiny_training import tiny_config  # noqa: E402
 
 from deepspec.artifacts import begin, complete  # noqa: E402
