@@ -83,8 +83,9 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     if len(data.held_out):
         validate = make_validator(data.held_out, shape, config.trainer, config.objective, seed=config.run.seed,
                                   run_dir=run_dir(config), tracker=tracker, decoder=decoder)
-    elif decoder is not None:
-        raise InputRefused("trainer.decode_every needs held-out samples, but the features have none. Raise "
+    elif decoder is not None or config.trainer.early_stopping_patience is not None:
+        key = "early_stopping_patience" if decoder is None else "decode_every"
+        raise InputRefused(f"trainer.{key} needs held-out samples, but the features have none. Raise "
                            "data.min_held_out and make prompts, responses and features again.")
     trainer = DrafterTrainer(drafter, packer, config, identity=identity, tracker=tracker, validate=validate)
     log.info("training %.1f M parameters on %d samples: %d steps of %d samples", _millions(drafter), len(data.train),

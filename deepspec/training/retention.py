@@ -26,7 +26,7 @@ def better(best: Optional[Best], acceptance: Optional[float]) -> bool:
     return best is None or acceptance > best.acceptance
 
 
-def stale_after(stale: int, best: Optional[Best], acceptance: Optional[float], threshold: float) -> int:
+def stale_after(stale: int, best: Optional[Best], acceptance: float, threshold: float) -> int:
     """Validations in a row without progress, after one more that measured ``acceptance`` when ``best`` was the best.
 
     Progress is to exceed the best so far by more than ``threshold`` tokens per round.

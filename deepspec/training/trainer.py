@@ -149,8 +149,10 @@ class DrafterTrainer:
             averaged = () if self.average is None or self._outline is None else (
                 state.averaged_module(self.engine, self.average, self._outline),)
             acceptance = self.validate(self.engine, self.step, *averaged)
+        if acceptance is None:
+            return False
         self.stale = stale_after(self.stale, self.best, acceptance, self.config.trainer.early_stopping_threshold)
-        if acceptance is None or not self.config.trainer.keep_best or not better(self.best, acceptance):
+        if not self.config.trainer.keep_best or not better(self.best, acceptance):
             return False
         self.best = Best(self.step, acceptance)
         return True

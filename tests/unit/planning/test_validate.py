@@ -41,6 +41,10 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("trainer.attention", "sdpa", "auto, chunked, flex"), ("drafter.sliding_window", 0, "at least 1"),
     ("trainer.max_steps", 0, "at least 1"), ("optimizer.lr", 0.0, "above 0"), ("optimizer.betas", [0.9], "two numbers"),
     ("optimizer.warmup_ratio", 1.5, "at most 1"), ("engine.zero_stage", 4, "0, 1, 2 or 3"),
+    ("optimizer.schedule", "wds", "Did you mean 'wsd'"), ("optimizer.decay_ratio", 0.1, "schedule=wsd, but it is cosine"),
+    ("trainer.early_stopping_patience", 3, "needs trainer.validate_every, which is 0"),
+    ("trainer.early_stopping_threshold", 0.1, "no effect without trainer.early_stopping_patience"),
+    ("trainer.early_stopping_threshold", -0.1, "at least 0"),
     ("tracking.mode", "on", "auto, online, offline, disabled"), ("confidence.refit_fraction", 1.0, "below 1"),
     ("calibration.fit_fraction", 0.0, "above 0"), ("calibration.grid_max", 0.05, "above 0.1"),
     ("profile.verify_lengths", [-1], "at least 0"), ("profile.num_reqs", [], "non-empty"),
@@ -79,6 +83,20 @@ def test_global_batch_divides_over_ranks(composed: Callable[..., Config], monkey
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="2 x 3 ranks = 6. Nearest: 6"):
         validate(config)
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (("optimizer.schedule=wsd", "optimizer.decay_ratio=0"), "above 0"),
+    (("optimizer.schedule=wsd", "optimizer.decay_ratio=0.9", "optimizer.warmup_ratio=0.2"), "at most 1"),
+    (("optimizer.schedule=constant", "optimizer.min_lr_ratio=0.1"), "never falls"),
+    (("trainer.validate_every=5", "trainer.early_stopping_patience=0"), "at least 1"),
+    (("trainer.validate_every=5", "trainer.early_stopping_patience=2", "trainer.keep_best=false"), "keep_best"),
+])
+def test_schedules_and_early_stopping(composed: Callable[..., Config], overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate(composed("+experiment=tiny", *overrides))
+    validate(composed("+experiment=tiny", "optimizer.schedule=wsd", "optimizer.decay_ratio=0.3",
+                      "trainer.validate_every=5", "trainer.early_stopping_patience=2"))
 
 
 def test_compiled_layers_need_whole_parameters(composed: Callable[..., Config]) -> None:
