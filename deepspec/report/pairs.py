@@ -35,7 +35,7 @@ def _conditions(setting: Setting) -> tuple[Any, ...]:
     return setting.estimator, setting.temperature, str(setting.values.get("thinking"))
 
 
-def _settings(files: RunFiles) -> dict[tuple[Any, ...], Setting]:
+def full_settings(files: RunFiles) -> dict[tuple[Any, ...], Setting]:
     """Settings with every draft token verified, by what must be equal in a pair; of several batch sizes the first."""
     found: dict[tuple[Any, ...], Setting] = {}
     for one in settings(files.evaluation):
@@ -45,7 +45,7 @@ def _settings(files: RunFiles) -> dict[tuple[Any, ...], Setting]:
 
 
 def _gain(first: Setting, second: Setting) -> Optional[float]:
-    values = [one.macro.get("acceptance_length") for one in (first, second)]
+    values: list[Any] = [one.macro.get("acceptance_length") for one in (first, second)]
     same = set(first.group("benchmarks")) == set(second.group("benchmarks"))
     return values[0] / values[1] - 1.0 if same and all(map(is_number, values)) else None
 
@@ -65,9 +65,9 @@ def pairs(runs: Sequence[RunFiles], seed: int = 0) -> list[Pair]:
     """The first run against each other one, wherever both were evaluated on the same prompts in the same way."""
     found = []
     labels = _labels(runs)
-    own = _settings(runs[0]) if runs else {}
+    own = full_settings(runs[0]) if runs else {}
     for other, label in zip(runs[1:], labels[1:]):
-        theirs = _settings(other)
+        theirs = full_settings(other)
         for key in sorted(set(own) & set(theirs), key=str):
             one, two = own[key], theirs[key]
             result = _compared(runs[0].values[one.name], other.values[two.name], seed)

@@ -5,17 +5,34 @@ from typing import Any, Optional, Sequence
 from deepspec.report.compare import comparison
 from deepspec.report.inputs import RunFiles
 from deepspec.report.page import Section, figure, figures, page, table
+from deepspec.report.repeats import Comparison, Group, grouped
 from deepspec.report.svg import Row, Series, line_chart, row_chart
+from deepspec.report.sweep_sections import sweep_sections
 from deepspec.runs.status import JobStatus
 
 _LABELS = {"acceptance_length": "tokens per round", "speedup": "speed-up", "validation": "tokens per round (analytic)"}
 
 
-def sweep_page(name: str, objective: str, jobs: Sequence[JobStatus], runs: Sequence[RunFiles]) -> str:
-    """HTML of a sweep called ``name``; ``jobs`` the best first, ``runs`` the files of those that are complete."""
-    sections = [_jobs(objective, jobs), *([comparison(runs)] if len(runs) > 1 else [])]
+def sweep_page(name: str, objective: str, jobs: Sequence[JobStatus], runs: Sequence[RunFiles],
+               found: Sequence[Comparison] = ()) -> str:
+    """HTML of a sweep called ``name``; ``jobs`` the best first, ``runs`` the files of those that are complete,
+    ``found`` their numbers."""
+    own = sweep_sections(sweep_groups(jobs, runs), found, _most_trusted(jobs, runs))
+    sections = [_jobs(objective, jobs), *own, *([comparison(runs)] if len(runs) > 1 else [])]
     return page(f"Sweep {name}", f"{len(jobs)} jobs compared by {objective.replace('_', ' ')}.", "", sections,
                 "Acceptance lengths include the bonus token. This page needs no network.")
+
+
+def sweep_groups(jobs: Sequence[JobStatus], runs: Sequence[RunFiles]) -> list[Group]:
+    """Runs by their swept options without the seed of training."""
+    options = {job.name: dict(text.lstrip("+").partition("=")[::2] for text in job.swept) for job in jobs}
+    return grouped([(options[files.directory.name], files) for files in runs if files.directory.name in options])
+
+
+def _most_trusted(jobs: Sequence[JobStatus], runs: Sequence[RunFiles]) -> Optional[RunFiles]:
+    """The best job that has a calibrated confidence."""
+    by_name = {files.directory.name: files for files in runs if files.calibration is not None}
+    return next((by_name[job.name] for job in jobs if job.name in by_name), None)
 
 
 def _jobs(objective: str, jobs: Sequence[JobStatus]) -> Section:
@@ -26,8 +43,8 @@ def _jobs(objective: str, jobs: Sequence[JobStatus]) -> Section:
     charts = [_chart(key, jobs, label) for key in _keys(jobs)]
     body = table(["job", "status", label, "95 % interval", "seconds"], rows) + figures(*charts)
     return Section("jobs", "Jobs", "Every job and its result, the best first. Intervals are over the prompts of one "
-                   "training, not over repeated trainings: sweep run.seed, too, before believing a small difference.",
-                   body)
+                   "training, not over repeated trainings: sweep trainer.seed=0,1,2, too, before believing a small "
+                   "difference.", body)
 
 
 def _keys(jobs: Sequence[JobStatus]) -> list[str]:

@@ -8,18 +8,21 @@ import time
 from pathlib import Path
 from typing import Optional, Sequence
 
-from deepspec.artifacts import atomic_write_bytes
+from deepspec.artifacts import atomic_write_bytes, atomic_write_json
 from deepspec.config.schema_sweep import SweepConfig
 from deepspec.errors import UserError
 from deepspec.report.columns import columns
 from deepspec.report.compare import find_runs
+from deepspec.report.repeats import compare_groups
+from deepspec.report.sweep_sections import comparison_lines
 from deepspec.runs.child import LOG, Child, command, last_lines
 from deepspec.runs.names import job_name
 from deepspec.runs.objective import read_objective
-from deepspec.runs.page import sweep_page
+from deepspec.runs.page import sweep_groups, sweep_page
 from deepspec.runs.status import COMPLETE, FAILED, RUNNING, SKIPPED, STOPPED, JobStatus, read_status, read_sweep
 
 log = logging.getLogger(__name__)
+COMPARISON = "comparison.json"
 
 
 class JobFailed(UserError):
@@ -80,7 +83,8 @@ def _result(status: JobStatus, run: Path, code: int, stopped: bool, objective: s
 
 
 def finish(directory: Path, objective: str) -> int:
-    """Log the table of all jobs, write ``report.html`` over those that have results, and return the exit code.
+    """Log the table of all jobs, write ``report.html`` and ``comparison.json`` over those that have results, and return
+    the exit code.
 
     0 when every job is complete, 1 when one failed, was stopped or was skipped.
     """
@@ -89,8 +93,14 @@ def finish(directory: Path, objective: str) -> int:
     complete = [job for job in jobs if job.status == COMPLETE]
     if complete:
         runs = find_runs([str(directory / job.name) for job in complete], directory)
+        found = compare_groups(sweep_groups(jobs, runs))
+        for line in comparison_lines(found):
+            log.info("%s", line)
+        atomic_write_json(directory / COMPARISON, {"schema_version": 1, "sweep": directory.name,
+                                                   "jobs": [job.name for job in complete],
+                                                   "compared": [one.to_json() for one in found]})
         path = directory / "report.html"
-        atomic_write_bytes(path, sweep_page(directory.name, objective, jobs, runs).encode())
+        atomic_write_bytes(path, sweep_page(directory.name, objective, jobs, runs, found).encode())
         log.info("report: %s", path)
     return 0 if len(complete) == len(jobs) and jobs else 1
 

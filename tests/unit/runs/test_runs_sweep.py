@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deepspec.config.compose import CONF_DIR, compose_config, options
 from deepspec.config.schema_sweep import SweepConfig
@@ -80,12 +81,12 @@ def test_other_scripts_refuse_what_is_a_sweep_s() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(options("sweep")) - {"optuna"}))  # has no values of its own
 def test_every_value_of_the_sweeps_there_are_is_a_valid_job(name: str) -> None:
-    text = (CONF_DIR / "sweep" / f"{name}.yaml").read_text(encoding="utf-8")
-    pairs = [line.strip().split(": ") for line in text.splitlines() if ": " in line and not line.startswith("#")]
-    assert pairs
-    for key, values in pairs:
-        for value in values.split(","):
-            validate(compose_config([TINY, f"{key}={value}"]))
+    chosen = yaml.safe_load((CONF_DIR / "sweep" / f"{name}.yaml").read_text(encoding="utf-8"))
+    swept = chosen["hydra"]["sweeper"]["params"]
+    assert swept
+    for key, values in swept.items():
+        for value in str(values).split(","):
+            validate(compose_config([TINY, f"+sweep={name}", f"{key}={value}"], "sweep"))
 
 
 def test_a_search_with_optuna_composes() -> None:
@@ -217,7 +218,7 @@ def test_a_job_ends_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
 
 def test_jobs_have_ports_and_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (command([TINY], []) for _ in range(2))
-    assert first[0].endswith("deepspeed") and first[1].startswith("--master_port=") and first[-1] == TINY
-    assert first[1] != second[1]
-    assert command([TINY], ["--master_port=1", "--num_gpus", "2"])[1:4] == ["--master_port=1", "--num_gpus", "2"]
+    assert first[:2] == [sys.executable, "-m"] and first[-4:] == ["--module", "deepspec.cli", "train_drafter", TINY]
+    assert first[3].startswith("--master_port=") and first[3] != second[3]
+    assert command([TINY], ["--master_port=1", "--num_gpus", "2"])[3:6] == ["--master_port=1", "--num_gpus", "2"]
     assert command([TINY], ["none"])[0] == sys.executable
