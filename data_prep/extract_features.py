@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("extract_features", stages=("features",))
+    main("extract_features")

@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("generate_responses", stages=("responses",))
+    main("generate_responses")

@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("calibrate", stages=("calibrate",))
+    main("calibrate")

@@ -10,4 +10,4 @@ Exit code 0: done, 4: the doctor found a fault in the served successor.
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("closed_loop", job="loop")
+    main("closed_loop")

@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("evaluate_drafter", stages=("evaluate",))
+    main("evaluate_drafter")

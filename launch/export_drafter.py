@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("export_drafter", stages=("export",))
+    main("export_drafter")

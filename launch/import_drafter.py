@@ -8,4 +8,4 @@ calibrate, profile or export it. No training.
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("import_drafter", job="import_drafter")
+    main("import_drafter")

@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("report", stages=("report",))
+    main("report")

@@ -6,4 +6,4 @@
 from deepspec.cli import main
 
 if __name__ == "__main__":
-    main("simulate_serving", stages=("simulate",))
+    main("simulate_serving")

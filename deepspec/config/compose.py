@@ -20,11 +20,15 @@ from yaml import YAMLError
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+_IN_PACKAGE = Path(__file__).resolve().parents[1] / "conf"  # where a wheel has what a repository has in its root
+PACKAGED = _IN_PACKAGE.is_dir()
+CONF_DIR = _IN_PACKAGE if PACKAGED else Path(__file__).resolve().parents[2] / "conf"
 _HYDRA_FLAGS_WITH_VALUE = (
     "--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--info",
     "-i", "--experimental-rerun",
 )
+_LAUNCHER_FLAGS = ("--num_gpus", "--num_accelerators", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_ssh",
+                   "--node_rank", "--master_addr", "--master_port", "--launcher", "--launcher_args")
 _HYDRA_FLAGS = (*_HYDRA_FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
                 "--shell-completion", "-sc")
 
@@ -74,6 +78,10 @@ def split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     for argument in argv:
         if takes_value or argument.startswith("-"):
             if not takes_value and argument.split("=")[0] not in _HYDRA_FLAGS:
+                if argument.split("=")[0] in _LAUNCHER_FLAGS:
+                    raise ConfigError(f"{argument} belongs to the launcher and stands before the script: deepspeed "
+                                      f"{argument} ... launch/train_drafter.py +experiment=NAME, or with a console "
+                                      f"command: deepspec-train {argument} ... -- +experiment=NAME")
                 raise ConfigError(f"{argument} is not an option here. Options are written key=value, without dashes"
                                   f"{_without_dashes(argument)}.")
             flags.append(argument)

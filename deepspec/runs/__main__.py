@@ -134,5 +134,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return error.exit_code
 
 
-if __name__ == "__main__":
+def entry() -> None:
+    """The console command deepspec-runs."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,8 +1,8 @@
 """One job of a sweep: a launcher of its own, so that nothing of one job is left for the next."""
 
+import importlib.util
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +15,6 @@ from deepspec.distributed import free_port
 from deepspec.errors import ConfigError
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[2]
 LOG = "job.log"
 ERROR_LINES = 40
 _SAVING_SECONDS = 600.0
@@ -23,21 +22,25 @@ _SAVING_SECONDS = 600.0
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def command(overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
-    """What runs one job: ``deepspeed`` with ``launcher`` as its arguments, or this Python if that is ["none"].
+def launcher() -> list[str]:
+    """The deepspeed launcher of this very environment, whatever else the path holds. Raises ConfigError without one."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(f"{sys.executable} has no deepspeed, which starts the ranks. Install it (pip install "
+                          "deepspeed), or run single processes: python -m deepspec.cli NAME, and for jobs of a sweep "
+                          "sweep.launcher=[none].")
+    return [sys.executable, "-m", "deepspeed.launcher.runner"]
 
-    Raises ConfigError when there is no ``deepspeed`` beside this Python or on the path.
+
+def command(overrides: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """What runs one job: ``deepspeed`` with ``arguments`` of its own, or this Python if they are ["none"].
+
+    Raises ConfigError without deepspeed.
     """
-    script = [str(ROOT / "launch" / "train_drafter.py"), *overrides]
-    if list(launcher) == ["none"]:
-        return [sys.executable, *script]
-    beside = Path(sys.executable).with_name("deepspeed")
-    found = str(beside) if beside.is_file() else shutil.which("deepspeed")
-    if found is None:
-        raise ConfigError("There is no deepspeed command beside this Python or on the path. Activate the environment "
-                          "it is installed in, or run jobs in single processes with sweep.launcher=[none].")
-    port = [] if any(item.startswith("--master_port") for item in launcher) else [f"--master_port={free_port()}"]
-    return [found, *port, *launcher, *script]
+    job = ["deepspec.cli", "train_drafter", *overrides]
+    if list(arguments) == ["none"]:
+        return [sys.executable, "-m", *job]
+    port = [] if any(item.startswith("--master_port") for item in arguments) else [f"--master_port={free_port()}"]
+    return [*launcher(), *port, *arguments, "--module", *job]
 
 
 class Child:

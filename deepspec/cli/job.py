@@ -9,14 +9,16 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import NoReturn, Optional, Sequence
 
 import hydra
 from omegaconf import DictConfig
 
 from deepspec.artifacts import atomic_write_json
+from deepspec.cli.help import help_text, wants_options
+from deepspec.cli.scripts import SCRIPTS, Script, as_commands
 from deepspec.config.compose import (
-    CONF_DIR, adapt_argv, compose_checked, compose_config, is_help, known_keys, options, parse_overrides,
+    CONF_DIR, PACKAGED, adapt_argv, compose_checked, compose_config, is_help, known_keys, options, parse_overrides,
     quiet_third_party, register_schema, split_argv, to_config,
 )
 from deepspec.config.schema import Config
@@ -27,8 +29,6 @@ OVERRIDES = "overrides.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _TURN_SECONDS = 2.0
 _START_AGAIN = "Give +experiment=NAME and the options the run was started with: they are stored again."
-JOBS = {"doctor": "deepspec.doctor.run", "import_drafter": "deepspec.stages.import_drafter",
-        "loop": "deepspec.stages.closed_loop"}
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # Without the stack traces of a store whose other end has ended: the error itself is raised, and shown once.
@@ -39,29 +39,26 @@ _ENVIRONMENT = {
 }
 
 
-def main(config_name: str, stages: Optional[Sequence[str]] = None, *, job: Optional[str] = None) -> None:
-    """Entry of a script. ``stages`` fixes what it runs; None takes ``stages`` from the configuration (the main job).
-
-    ``job`` is one of ``JOBS``, whose ``run(config, overrides)`` runs instead of stages and returns the exit code;
-    options of the config group of that name may be written without the group's name.
+def main(name: str) -> None:
+    """Run the script ``name`` (deepspec.cli.scripts) with the process's arguments.
 
     Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 3 input refused; a job may have more.
     """
+    script = SCRIPTS[name]
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    if job is not None:
-        stages = ()
-        sys.argv = [sys.argv[0], *(in_group(argument, job) for argument in sys.argv[1:])]
+    if script.group is not None:
+        sys.argv = [sys.argv[0], *(in_group(argument, script.group) for argument in sys.argv[1:])]
     try:
-        flags, overrides = _prepare(config_name, stages, job)
+        flags, overrides = _prepare(name, script)
     except UserError as error:
-        _exit(error, all_ranks=False)
+        leave(error, all_ranks=False)
     register_schema()
-    sys.argv = [sys.argv[0], *flags, *overrides, f"hydra.job.name={config_name}"]  # the log is named by it
+    sys.argv = [sys.argv[0], *flags, *overrides, f"hydra.job.name={name}"]  # the log is named by it
 
-    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)
     def task(composed: DictConfig) -> None:
-        _run(to_config(composed), overrides, stages, job)
+        _run(to_config(composed), overrides, script)
 
     task()
 
@@ -78,7 +75,7 @@ def in_group(argument: str, group: str) -> str:
     return f"{group}.{argument}"
 
 
-def _prepare(config_name: str, stages: Optional[Sequence[str]], job: Optional[str]) -> tuple[list[str], list[str]]:
+def _prepare(name: str, script: Script) -> tuple[list[str], list[str]]:
     """Check the whole command before torch is imported. Returns Hydra's flags and the overrides."""
     overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
     overrides = with_stored_overrides(overrides)
@@ -86,10 +83,13 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]], job: Optional[st
         raise ConfigError("sweep and its options belong to python launch/sweep.py -m, which starts this script once "
                           "for every job.")
     if is_help(flags):
-        compose_checked(overrides, config_name)
+        composed = compose_checked(overrides, name)
+        if wants_options(flags):
+            sys.stdout.write(help_text(name, composed))
+            raise SystemExit(0)
         return flags, overrides
-    config = compose_config(overrides, config_name)
-    chosen = chosen_stages(config, stages)
+    config = compose_config(overrides, name)
+    chosen = chosen_stages(config, script.stages)
     from deepspec.planning.plan import make_plan, render
     from deepspec.planning.preflight import preflight
     from deepspec.planning.validate import validate
@@ -100,12 +100,12 @@ def _prepare(config_name: str, stages: Optional[Sequence[str]], job: Optional[st
         if os.environ.get("RANK", "0") == "0":
             sys.stdout.write(render(make_plan(config)) + "\n")
         raise SystemExit(0)
-    if job is None:
-        preflight(config, chosen)
+    if script.job is None:
+        preflight(config, list(chosen))
     else:
         from deepspec.planning.jobs import check_job
 
-        check_job(config, job)
+        check_job(config, script.group or name)
     return flags, overrides
 
 
@@ -141,16 +141,17 @@ def _stored(path: Path) -> list[str]:
     return stored
 
 
-def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]], job: Optional[str] = None) -> None:
+def _run(config: Config, overrides: list[str], script: Script) -> None:
     quiet_third_party()
     from deepspec.stages.pipeline import run_stages
     from deepspec.training.signals import ignore_save_requests, watch_launcher
 
     ignore_save_requests()
     watch_launcher()
+    stages = script.stages
     try:
-        if job is not None:
-            code = importlib.import_module(JOBS[job]).run(config, overrides)
+        if script.job is not None:
+            code = importlib.import_module(script.job).run(config, overrides)
             if code:
                 raise SystemExit(code)
             return
@@ -162,28 +163,31 @@ def _run(config: Config, overrides: list[str], stages: Optional[Sequence[str]], 
         if is_main_job:
             atomic_write_json(path, overrides)
     except UserError as error:
-        _exit(error, all_ranks=True)
+        leave(error, all_ranks=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except OSError as error:
         if error.errno not in _NO_ROOM:
             traceback.print_exc()
             raise SystemExit(1) from None
-        _exit(UserError(f"Writing failed: {error}. What was finished before is intact. Make room (or check the file "
+        leave(UserError(f"Writing failed: {error}. What was finished before is intact. Make room (or check the file "
                         "system) and run the same command again: it continues from there."), all_ranks=True)
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
 
 
-def _exit(error: UserError, *, all_ranks: bool) -> None:
+def leave(error: UserError, *, all_ranks: bool) -> NoReturn:
     """One paragraph on stderr and the error's exit code; checks that all ranks repeat are reported by rank 0 alone."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not all_ranks:
         time.sleep(_TURN_SECONDS)  # the launcher kills rank 0, message and all, as soon as another rank has ended
     if rank == "0" or all_ranks:
         prefix = "" if rank == "0" else f"[rank {rank}] "
-        sys.stderr.write(f"\n{prefix}{type(error).__name__}: {error}\n")
+        text = as_commands(str(error)) if PACKAGED else str(error)
+        sys.stderr.write(f"\n{prefix}{type(error).__name__}: {text}\n")
         sys.stderr.flush()
     # The process group may be waiting for ranks that will never come: leave without its destructors.
-    os._exit(error.exit_code) if all_ranks and int(os.environ.get("WORLD_SIZE", "1")) > 1 else sys.exit(error.exit_code)
+    if all_ranks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(error.exit_code)
+    sys.exit(error.exit_code)
