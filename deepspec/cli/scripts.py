@@ -40,7 +40,8 @@ SCRIPTS = {
         folder="data_prep"),
     "extract_features": Script(
         "Writes the target's hidden states of all answers, compressed, checksummed and resumable.",
-        "+experiment=tiny features.codec=int8", ("features", "target", "data", "run", "tracking"), ("features",), folder="data_prep", ranks=True),
+        "+experiment=tiny features.codec=int8", ("features", "target", "data", "run", "tracking"), ("features",),
+        folder="data_prep", ranks=True),
     "fit_confidence": Script(
         "Refits the confidence head on the drafter's own blocks and keeps the records that calibration reads.",
         _RUN, ("confidence", "calibration", "drafter", "export", "run", "tracking"), ("confidence",)),

@@ -27,8 +27,10 @@ _HYDRA_FLAGS_WITH_VALUE = (
     "--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--info",
     "-i", "--experimental-rerun",
 )
-_LAUNCHER_FLAGS = ("--num_gpus", "--num_accelerators", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_ssh",
-                   "--node_rank", "--master_addr", "--master_port", "--launcher", "--launcher_args")
+_LAUNCHER_FLAGS = (
+    "--num_gpus", "--num_accelerators", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_ssh", "--node_rank",
+    "--master_addr", "--master_port", "--launcher", "--launcher_args",
+)
 _HYDRA_FLAGS = (*_HYDRA_FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
                 "--shell-completion", "-sc")
 
