@@ -28,8 +28,8 @@ _HYDRA_FLAGS_WITH_VALUE = (
     "-i", "--experimental-rerun",
 )
 _LAUNCHER_FLAGS = (
-    "--num_gpus", "--num_accelerators", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_ssh", "--node_rank",
-    "--master_addr", "--master_port", "--launcher", "--launcher_args",
+    "--num_gpus", "--num_accelerators", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_ssh",
+    "--node_rank", "--master_addr", "--master_port", "--launcher", "--launcher_args",
 )
 _HYDRA_FLAGS = (*_HYDRA_FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
                 "--shell-completion", "-sc")
