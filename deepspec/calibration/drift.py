@@ -50,8 +50,8 @@ def drift_report(calibration: Calibration, records: ConfidenceRecords, *,
 
     Returns:
         ``positions`` (per position: ECE now and then, noise floor, AUC, observed survival now and then), ``excess`` of
-        the ECE over its noise floor now with its interval, ``accepted_per_block`` now, then and their difference,
-        ``domains`` (blocks), and ``verdict``: ``action`` none | recalibrate | train, with the reason. 95 % intervals
+        the ECE over its noise floor now (with its interval) and then, ``accepted_per_block`` now, then and their
+        difference, ``domains`` (blocks), and ``verdict``: ``action`` none | recalibrate | train, with the reason. 95 % intervals
         draw conversations with replacement.
 
     The rule: *recalibrate* when the excess is above ``MATERIAL_ECE`` and its interval above 0; *train* when accepted
@@ -83,7 +83,7 @@ def drift_report(calibration: Calibration, records: ConfidenceRecords, *,
             for k in range(calibration.block_size)],
         "ece": known_or_none(point), "ece_raw": known_or_none(raw_point),
         "ece_reference": known_or_none(mean(calibration.ece_after)), "noise_floor": floor,
-        "excess": point - floor,
+        "excess": point - floor, "excess_reference": calibration.excess.get("after"),
         "excess_ci95": interval and [interval[0] - floor, interval[1] - floor], "accepted_per_block": tokens,
     }
     return found | {"verdict": _verdict(found)}
@@ -99,9 +99,11 @@ def _verdict(found: dict[str, Any]) -> dict[str, str]:
             "calibrate")}
     if excess > MATERIAL_ECE and (bounds is None or bounds[0] > 0):
         span = f" (95 % interval {bounds[0]:.4f} to {bounds[1]:.4f})" if bounds else ""
+        before = found["excess_reference"]
+        then = f", after {before:.4f} when they were fitted" if before is not None else ""
         return {"action": "recalibrate", "reason": (
             f"the ECE lies {excess:.4f}{span} above its noise floor of {found['noise_floor']:.4f} under the "
-            "temperatures in service: fit them again on these records")}
+            f"temperatures in service{then}: fit them again on these records")}
     return {"action": "none", "reason": (
         f"ECE {found['ece']:.4f} at a noise floor of {found['noise_floor']:.4f}, and acceptance is not clearly lower "
         "than it was")}

@@ -5,7 +5,6 @@ docs/calibration.md describes the three formats. Whatever would bias a fit is re
 
 import json
 import logging
-import re
 from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from deepspec.calibration.fold import Fold
 from deepspec.calibration.records import ConfidenceRecords, RecordsOrigin, origin_from, refuse_origin
+from deepspec.calibration.shards import read_shards, shard_files
 from deepspec.errors import InputRefused
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _GREEDY = ("SGLang's collector calls a draft token accepted when it is the targe
 
 
 def load_records(path: str | PathLike[str], expected: Mapping[str, Any]) -> ConfidenceRecords:
-    """Records of ``path``: an npz of ``ConfidenceRecords.save``, JSON lines, or a folder (or file) of SGLang shards.
+    """Records of ``path``: an npz of ``ConfidenceRecords.save``, JSON lines, or SGLang's shards (folder, file or stem).
 
     Logits of a folded head are unfolded, so that what comes back is of the head as trained.
 
@@ -43,7 +43,7 @@ def load_records(path: str | PathLike[str], expected: Mapping[str, Any]) -> Conf
     path = Path(path)
     if path.suffix == ".npz":
         records, given = ConfidenceRecords.load(path, unfold=True), None
-    elif path.is_dir() or path.suffix == ".pt":
+    elif path.is_dir() or shard_files(path):
         records, given = _read_shards(path, expected)
     elif path.suffix == ".jsonl":
         records, given = _read_lines(path, expected)
@@ -63,6 +63,15 @@ def load_records(path: str | PathLike[str], expected: Mapping[str, Any]) -> Conf
         raw = Fold(*origin.fold).undo(records.logits).astype(np.float32)
         records = replace(records, logits=raw, origin=replace(origin, fold=(1.0, 0.0)))
     return records
+
+
+def record_files(path: Path) -> list[Path]:
+    """Every file that decides what ``load_records`` reads there; none where there are no records."""
+    shards = shard_files(path)
+    if not path.is_dir() and not shards:
+        return [path] if path.is_file() else []
+    origin = (path if path.is_dir() else path.parent) / ORIGIN_FILE
+    return shards + ([origin] if shards and origin.is_file() else [])
 
 
 def _refuse_short(records: ConfidenceRecords, path: Path) -> None:
@@ -126,37 +135,12 @@ def _read_lines(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceReco
         domain=[str(row.get("domain", "production")) for row in rows[1:]], where=path), stated
 
 
-def _shard_order(path: Path) -> tuple[str, int]:
-    """Shards are STEM.NUMBER.pt, numbered in time."""
-    found = re.fullmatch(r"(.*?)\.?(\d+)\.pt", path.name)
-    return (found.group(1), int(found.group(2))) if found else (path.name, 0)
-
-
 def _read_shards(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceRecords, set[str]]:
     """SGLang's shards ``{"logits": [n, K], "prefix_mask": [n, K]}``; they name no conversation and no drafter."""
-    import pickle
-
-    import torch
-
-    files = sorted(path.glob("*.pt"), key=_shard_order) if path.is_dir() else [path]
+    files = shard_files(path)
     if not files:
         raise InputRefused(f"{path} has no shard (*.pt). {_AGAIN}")
-    logits: list[Any] = []
-    accepted: list[Any] = []
-    for file in files:
-        try:
-            shard = torch.load(file, map_location="cpu", weights_only=True)
-            scores, mask = shard["logits"].float().numpy(), shard["prefix_mask"].numpy() > 0.5
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError,
-                pickle.UnpicklingError) as error:  # torch tells a torn file in all of these ways
-            raise InputRefused(f"{file} is not a shard with logits and prefix_mask ({error}). {_AGAIN}") from None
-        if scores.ndim != 2 or scores.shape != mask.shape or (logits and scores.shape[1] != logits[0].shape[1]):
-            raise InputRefused(f"{file}: logits {scores.shape} and prefix_mask {mask.shape} must be equal, and as wide "
-                               f"as the other shards'. {_AGAIN}")
-        if (mask[:, 1:] & ~mask[:, :-1]).any():
-            raise InputRefused(f"{file}: prefix_mask accepts a token behind a rejected one. {_AGAIN}")
-        logits.append(scores)
-        accepted.append(mask.sum(axis=1))
+    blocks = read_shards(files)
     folder = path if path.is_dir() else path.parent
     stated: dict[str, Any] = {}
     if (folder / ORIGIN_FILE).is_file():
@@ -166,10 +150,12 @@ def _read_shards(path: Path, expected: Mapping[str, Any]) -> tuple[ConfidenceRec
                 raise ValueError("not a JSON object")
         except ValueError as error:
             raise InputRefused(f"{folder / ORIGIN_FILE} is not JSON ({error}). {_AGAIN}") from None
-    own = {"block_length": logits[0].shape[1], "sampling_temperature": 0.0, "source": "sglang", "verification": "full"}
+    own = {"block_length": blocks[0][0].shape[1], "sampling_temperature": 0.0, "source": "sglang",
+           "verification": "full"}
     origin, known = _origin(stated | own, expected, path)
-    count = sum(map(len, logits))
-    return _records(origin, np.concatenate(logits), np.concatenate(accepted), drafted=[origin.block_length] * count,
+    count = sum(len(logits) for logits, _ in blocks)
+    return _records(origin, np.concatenate([logits for logits, _ in blocks]),
+                    np.concatenate([mask.sum(axis=1) for _, mask in blocks]), drafted=[origin.block_length] * count,
                     conversation=[None] * count, domain=["production"] * count, where=path), known
 
 

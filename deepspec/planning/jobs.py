@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Callable
 from urllib.parse import urlsplit
 
+from deepspec.calibration.imports import record_files
 from deepspec.config import paths
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, InputRefused
@@ -70,7 +71,8 @@ def _loop(config: Config) -> None:
         raise ConfigError(f"loop.action={loop.action} needs loop.{needed}=FILE.")
     for key in ("records", "requests"):
         value = getattr(loop, key)
-        if value is not None and not Path(value).expanduser().exists():
+        path = None if value is None else Path(value).expanduser()
+        if path is not None and not path.exists() and not (key == "records" and record_files(path)):
             raise InputRefused(f"loop.{key}={value!r} does not exist. Give a file or a folder.")
     if not (run / "export" / "config.json").is_file():
         raise InputRefused(f"run.dir={config.run.dir!r} has no export: it is no run whose drafter is in service. "

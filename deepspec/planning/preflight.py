@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from deepspec import artifacts
+from deepspec.calibration.imports import record_files
 from deepspec.config import paths
 from deepspec.config.schema import Config
 from deepspec.data.decontaminate import decontamination_files
@@ -98,9 +99,9 @@ def _records(config: Config, stages: list[str]) -> None:
     if "confidence" in stages and prompts is not None and not Path(prompts).expanduser().is_file():
         raise InputRefused(f"confidence.prompts={prompts!r} is not a file. Give a JSONL of prompts, or leave it out "
                            "for the run's own held-out ones.")
-    if "calibrate" in stages and records is not None and not Path(records).expanduser().exists():
-        raise InputRefused(f"calibration.records={records!r} is not there. Give an npz or jsonl of confidence records, "
-                           "or a folder of SGLang shards (docs/calibration.md).")
+    if "calibrate" in stages and records is not None and not record_files(Path(records).expanduser()):
+        raise InputRefused(f"calibration.records={records!r} holds no records. Give an npz or jsonl of confidence ones, "
+                           "or SGLang shards: their folder, or the stem of their names (docs/calibration.md).")
 
 
 def _report(config: Config, stages: list[str]) -> None:

@@ -48,7 +48,7 @@ def run(config: Config) -> None:
         refit_fraction = config.confidence.refit_fraction if config.confidence.refit else 0.0
     else:
         records, refit_fraction = load_records(Path(config.calibration.records).expanduser(), expected), 0.0
-        _drift(config, records, expected, own)
+        _drift(config, records, expected, own)  # before the fit replaces what is in place
         if not config.calibration.recalibrate:
             return
     result = calibrate(records, config.calibration, refit_fraction=refit_fraction, seed=config.run.seed)
@@ -65,11 +65,28 @@ def _drift(config: Config, records: ConfidenceRecords, expected: dict[str, Any],
         log.warning("no drift report: %s is not there yet, so there is nothing to compare these records with", path)
         return
     before = Calibration.load(path, block_size=expected["block_length"], drafter_sha256=expected["drafter_sha256"])
+    if before.sampling_temperature != records.origin.sampling_temperature:
+        _not_comparable(config, before.sampling_temperature, records.origin.sampling_temperature)
+        return
     report = drift_report(before, records, reference=_reference(own, before, config, expected),
                           draws=config.calibration.bootstrap, seed=config.run.seed)
     atomic_write_json(directory / DRIFT_FILE, report)
     for line in lines(report):
         log.info("%s", line)
+
+
+def _not_comparable(config: Config, then: float, now: float) -> None:
+    """Acceptance and confidence of two sampling temperatures differ by themselves: their difference is no drift.
+
+    Raises InputRefused where the comparison is all that was asked for.
+    """
+    text = (f"{CALIBRATION_FILE} was measured at sampling temperature {then:g}, and these records are of {now:g}: they "
+            "cannot be compared.")
+    if not config.calibration.recalibrate:
+        again = f"run.dir={config.run.dir} confidence.temperature={now:g}"
+        raise InputRefused(f"{text} Make a calibration of {now:g} first: python launch/fit_confidence.py {again} and "
+                           f"python launch/calibrate.py {again}")
+    log.warning("no drift report: %s What is fitted now is for sampling temperature %g", text, now)
 
 
 def _reference(own: Path, before: Calibration, config: Config, expected: dict[str, Any]) -> Optional[ConfidenceRecords]:

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from deepspec import distributed
 from deepspec.artifacts import MANIFEST, atomic_write_json, canonical_hash, environment, is_complete, sha256_file
+from deepspec.calibration.imports import record_files
 from deepspec.config.paths import (
     features_dir, features_key, leaves_store, prompts_dir, prompts_key, reads_store, responses_dir, responses_key,
     run_dir,
@@ -81,7 +82,8 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
             name: values["calibration"][name] for name in (
                 "fit_fraction", "num_bins", "bootstrap", "grid_min", "grid_max", "grid_points", "min_samples",
                 "noise_guard")},
-        "calibrate": values["calibration"] | {"files": _records_files(config)},
+        "calibrate": values["calibration"] | {"files": _records_files(config)} | (
+            {} if config.calibration.records is None else {"temperature": config.confidence.temperature}),
         "profile": values["profile"] | {"hardware": hardware()},
         "evaluate": values["evaluate"] | {"files": _benchmark_files(config), "scheduler": values["scheduler"]},
         "simulate": values["simulate"] | {"scheduler": values["scheduler"], "runs": config.runs},
@@ -125,9 +127,7 @@ def _records_files(config: Config) -> list[str]:
     """Hashes of the records of an engine in service that are calibrated on."""
     if config.calibration.records is None:
         return []
-    path = Path(config.calibration.records).expanduser()
-    files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
-    return [sha256_file(file) for file in files if file.is_file()]
+    return [sha256_file(file) for file in record_files(Path(config.calibration.records).expanduser())]
 
 
 def _benchmark_files(config: Config) -> list[str]:
@@ -180,6 +180,8 @@ def up_to_date(config: Config, stage: str) -> bool:
         return False  # the stage itself compares the files' contents
     if stage in ("report", "simulate") and config.runs:
         return False  # what the other runs hold now is not looked up here
+    if stage == "calibrate" and config.calibration.records is not None and not config.calibration.recalibrate:
+        return False  # a look at drift is asked for, which leaves nothing that later stages read
     record = read_run(run_dir(config))["stages"].get(stage)
     if not record or record.get("status") != "complete" or record.get("fingerprint") != fingerprint(config, stage):
         return False

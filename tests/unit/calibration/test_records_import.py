@@ -11,7 +11,7 @@ import torch
 
 from deepspec.calibration import Calibration, ConfidenceRecords, Fold, RecordsOrigin, calibrate, sigmoid
 from deepspec.calibration.drift import drift_report, lines
-from deepspec.calibration.imports import FORMAT, load_records, save_lines
+from deepspec.calibration.imports import FORMAT, load_records, record_files, save_lines
 from deepspec.config.schema import CalibrationConfig, Config
 from deepspec.errors import InputRefused
 from deepspec.planning import preflight
@@ -124,12 +124,18 @@ def test_origin_beside_the_shards_is_held_against_the_run(tmp_path):
 
 @pytest.mark.parametrize("spoil, message", [
     (lambda f: (f / "sts.0.pt").write_bytes(b"torn"), "is not a shard"),
-    (lambda f: torch.save({"logits": torch.zeros(3, 5), "prefix_mask": torch.zeros(3, 5)}, f / "sts.1.pt"), "as wide"),
+    (lambda f: torch.save({"logits": torch.zeros(3, 5), "prefix_mask": torch.zeros(3, 5)}, f / "sts.1.pt"),
+     "sts.1.pt has blocks of 5 draft tokens, the shards before it of 4"),
     (lambda f: torch.save({"logits": torch.zeros(1, 4), "prefix_mask": torch.tensor([[1.0, 0, 1, 0]])}, f / "sts.1.pt"),
      "behind a rejected one"),
     (lambda f: torch.save({"logits": torch.zeros(3, 4)}, f / "sts.1.pt"), "is not a shard"),
     (lambda f: torch.save({"logits": torch.full((3, 4), float("nan")), "prefix_mask": torch.zeros(3, 4)},
-                          f / "sts.1.pt"), "not finite"),
+                          f / "sts.1.pt"), r"sts.1.pt: logits of block 0 are not finite \(3 of 3"),
+    (lambda f: torch.save({"logits": torch.zeros(2, 4), "prefix_mask": torch.full((2, 4), 0.5)}, f / "sts.1.pt"),
+     "other than 0 and 1"),
+    (lambda f: torch.save({"logits": torch.zeros(4), "prefix_mask": torch.zeros(4)}, f / "sts.2.pt"), "equal tables"),
+    (lambda f: [torch.save({"logits": torch.zeros(0, 4), "prefix_mask": torch.zeros(0, 4)}, f / f"sts.{n}.pt")
+                for n in range(3)], "no block in them"),
     (lambda f: (f / "origin.json").write_text("{"), "not JSON"),
     (lambda f: (f / "origin.json").write_text("[]"), "not a JSON object"),
     (lambda f: (f / "origin.json").write_text('{"fold": [0, 0]}'), "temperature above 0"),
@@ -139,6 +145,29 @@ def test_broken_shards_are_refused(tmp_path, spoil, message):
     spoil(folder)
     with pytest.raises(InputRefused, match=message):
         load_records(folder, EXPECTED | {"sampling_temperature": 0.0})
+
+
+def test_the_shard_a_server_was_writing_when_it_ended_is_left_out(tmp_path, caplog):
+    folder = write_shards(tmp_path / "shards", records_of(blocks=300))
+    write_shards(folder, records_of(blocks=300, seed=1), stem="other")
+    whole = (folder / "sts.2.pt").read_bytes()
+    (folder / "sts.2.pt").write_bytes(whole[:len(whole) // 2])
+    assert len(load_records(folder, EXPECTED | {"sampling_temperature": 0.0})) == 500
+    assert "sts.2.pt is torn and left out" in caplog.text
+    (folder / "other.1.pt").write_bytes(b"")  # not the last of its server: not explained by an end
+    with pytest.raises(InputRefused, match="other.1.pt is not a shard.*move it away"):
+        load_records(folder, EXPECTED | {"sampling_temperature": 0.0})
+
+
+def test_shards_by_the_stem_that_the_server_was_given(tmp_path):
+    folder = write_shards(tmp_path / "shards", records_of(blocks=300))
+    write_shards(folder, records_of(blocks=90, seed=1), stem="other")
+    loaded = load_records(folder / "sts", EXPECTED | {"sampling_temperature": 0.0})
+    assert len(loaded) == 300
+    assert [path.name for path in record_files(folder / "sts")] == ["sts.0.pt", "sts.1.pt", "sts.2.pt"]
+    (folder / "origin.json").write_text("{}")
+    assert record_files(folder / "other")[-1].name == "origin.json" and len(record_files(folder)) == 7
+    assert not record_files(folder / "st") and not record_files(tmp_path / "absent" / "sts")
 
 
 def test_a_shard_that_would_run_code_is_not_unpickled(tmp_path):
@@ -227,6 +256,45 @@ def test_stage_reports_drift_and_recalibrates_on_service(run, tmp_path, caplog):
     assert second.source == "vllm" and second.temperatures[0] < 0.8 < first.temperatures[0]
     stage.run(run)  # against the new one there is nothing left to do
     assert json.loads((tmp_path / "drift.json").read_text())["verdict"]["action"] == "none"
+
+
+def test_another_sampling_temperature_is_no_drift(run, tmp_path, caplog):
+    greedy = write_shards(tmp_path / "shards", records_of(scale=2.0, seed=7))
+    run.calibration.records, run.confidence.temperature = str(greedy), 0.0
+    run.calibration.recalibrate = False
+    with pytest.raises(InputRefused, match="sampling temperature 1, and these records are of 0.*fit_confidence.py"):
+        stage.run(run)
+    assert not (tmp_path / "drift.json").exists()
+    run.calibration.recalibrate = True
+    stage.run(run)  # a calibration of greedy decoding, for want of one before
+    assert "no drift report" in caplog.text and not (tmp_path / "drift.json").exists()
+    assert Calibration.load(tmp_path / "calibration.json").sampling_temperature == 0.0
+    write_shards(greedy, records_of(scale=0.3, seed=8))
+    stage.run(run)
+    drift = json.loads((tmp_path / "drift.json").read_text())
+    assert drift["verdict"]["action"] == "recalibrate" and drift["excess"] > 2 * drift["excess_reference"]
+    assert f"after {drift['excess_reference']:.4f} when they were fitted" in drift["verdict"]["reason"]
+
+
+def test_a_look_at_drift_is_never_up_to_date(tmp_path, monkeypatch):
+    config = Config()
+    config.run.dir = str(tmp_path)
+    config.calibration.records = str(write_shards(tmp_path / "shards", records_of(blocks=60)))
+    (tmp_path / "calibration.json").write_text("{}")
+    monkeypatch.setattr(pipeline, "fingerprint", lambda config, name: "same")
+    pipeline._record(config, "calibrate", status="complete", fingerprint="same",
+                     outputs=pipeline.output_hashes(config, "calibrate"))
+    assert pipeline.up_to_date(config, "calibrate")
+    config.calibration.recalibrate = False
+    assert not pipeline.up_to_date(config, "calibrate")
+
+
+def test_records_for_another_temperature_are_another_input(tmp_path):
+    config = Config()
+    config.calibration.records = str(write_shards(tmp_path / "shards", records_of(blocks=60)))
+    before = pipeline.decided_by(config, "calibrate")
+    config.confidence.temperature = 0.0
+    assert pipeline.decided_by(config, "calibrate") != before
 
 
 def test_records_of_the_head_that_is_not_in_use_are_refused(run, tmp_path):
