@@ -46,7 +46,7 @@ def main() -> None:
         directory = Path(hydra_config.sweep.dir)
         overrides = job_overrides(hydra_config.overrides.task)
         options = to_config(composed).sweep
-        status = run_job(directory, overrides, swept(overrides, given.common), options, directory.name)
+        status = run_job(directory, overrides, swept(overrides, given.recognised), options, directory.name)
         done.append(directory)
         if status.status == STOPPED:
             raise SystemExit(finish(directory, options.objective))

@@ -21,6 +21,7 @@ class SweepCommand(NamedTuple):
     flags: list[str]
     overrides: list[str]
     common: list[str]
+    recognised: list[str]  # ``common`` as typed, and as Hydra writes it for a job (true as True, 1e-3 as 0.001)
     config: Config  # of the first job
 
 
@@ -44,7 +45,9 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str], validate: Vali
             item.key_or_group.startswith("hydra.sweeper") for item in parsed):
         raise ConfigError("Nothing is swept. Give an option several values, as in drafter.block_size=4,8,16, or take "
                           f"one of the sweeps there are: {', '.join(f'+sweep={name}' for name in options('sweep'))}.")
-    common = [str(item.input_line) for item in parsed if not item.is_sweep_override()]
+    kept = [item for item in parsed if not item.is_sweep_override()]
+    common = [str(item.input_line) for item in kept]
+    rewritten = [f"{item.get_key_element()}={item.get_value_element_as_str()}" for item in kept]
     config = check_values(varied, common, validate)
     objective = config.sweep.objective
     if objective not in OBJECTIVES:
@@ -52,7 +55,7 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str], validate: Vali
     if objective != "validation" and "evaluate" not in config.stages:
         raise ConfigError(f"sweep.objective={objective} comes from the evaluate stage, which stages={config.stages} "
                           "leaves out. Add it, or compare jobs by sweep.objective=validation.")
-    return SweepCommand(flags, overrides, common, config)
+    return SweepCommand(flags, overrides, common, [*common, *rewritten], config)
 
 
 def check_values(varied: Sequence[Override], common: Sequence[str], validate: Validate) -> Config:

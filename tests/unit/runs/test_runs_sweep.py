@@ -45,6 +45,13 @@ def test_names_need_no_quoting_and_do_not_collide() -> None:
     assert max(map(len, names)) <= 90
 
 
+def test_what_hydra_writes_another_way_is_common_all_the_same() -> None:
+    given = read_command([TINY, "drafter.block_size=4,8", "evaluate.baseline_untrained=false", "evaluate.modes=[none]"],
+                         {}, validate)
+    job = [TINY, "evaluate.baseline_untrained=False", "evaluate.modes=[none]", "drafter.block_size=4"]
+    assert swept(job, given.recognised) == ("drafter.block_size=4",)
+
+
 def test_common_overrides_are_left_out_of_the_name() -> None:
     assert swept([TINY, "run.seed=1"], [TINY]) == ("run.seed=1",)
 
