@@ -7,6 +7,9 @@ the standard library. ``MISSING`` ("???") marks what a target or experiment file
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from deepspec.config.schema_drafter import (  # noqa: F401
+    ALGORITHMS, AUTOREGRESSIVE, WITH_HEADS, DrafterConfig, draft_length, drafter_layers, is_autoregressive,
+)
 from deepspec.config.schema_evaluation import BenchmarkConfig, EvaluateConfig  # noqa: F401
 from deepspec.config.schema_features import FeatureServerConfig
 from deepspec.config.schema_serving import DoctorConfig, LoopConfig
@@ -43,6 +46,9 @@ class TargetShape:
     num_kv_heads: int = MISSING
     head_dim: int = MISSING
     vocab_size: int = MISSING  # rows of the embedding, not len(tokenizer)
+    full_head_dim: Optional[int] = None  # drafter.block=gemma4: of the full-attention layers; null: head_dim
+    full_kv_heads: Optional[int] = None  # drafter.block=gemma4: of the full-attention layers; null: num_kv_heads
+    keys_are_values: Optional[bool] = None  # drafter.block=gemma4: those layers make values of the keys' projection
 
 
 @dataclass
@@ -61,26 +67,6 @@ class TargetConfig:
     thinking: Optional[bool] = False  # passed to the template as enable_thinking; null passes nothing
     ranks: int = 0  # features.mode=disaggregated: the last so many ranks of the launch run the target, the others train
     shape: TargetShape = field(default_factory=TargetShape)
-
-
-@dataclass
-class DrafterConfig:
-    """Architecture of the drafter (PAPER: parallel backbone, sequential head, confidence head)."""
-
-    algorithm: str = "dspark"  # dspark | dflash | eagle3 | mtp
-    num_layers: int = 5  # eagle3 and mtp are one layer by definition, whatever this says
-    block_size: int = 7  # input slots of a block; with sample_from_anchor also the number of draft tokens
-    sample_from_anchor: bool = True  # false: slot 0 predicts nothing, block_size - 1 draft tokens (published DFlash)
-    head: str = "vanilla"  # none | vanilla (Markov, Eq. 5) | gated | rnn (Eq. 6)
-    markov_rank: int = 256
-    confidence_head: bool = True
-    confidence_with_markov: bool = True  # Eq. 7 reads [h_k ; W_1[x_{k-1}]]; false reads h_k alone
-    intermediate_size: Optional[int] = None  # null: the target's
-    sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; null: all of them
-    warm_start: bool = False  # copy the target's last layers into the drafter's, and select the last feature in W_c
-    init_from: Optional[str] = None  # folder of an exported drafter in DeepSpec layout to continue from
-    # eagle3 and mtp: steps of its own hidden states that training unrolls from an anchor; null: block_size
-    unroll: Optional[int] = None
 
 
 @dataclass
@@ -265,22 +251,3 @@ class Config:
 def training_seed(config: Config) -> int:
     """Seed of initial weights, order and anchors: trainings that differ in it alone share prompts and features."""
     return config.run.seed if config.trainer.seed is None else config.trainer.seed
-
-
-AUTOREGRESSIVE = ("eagle3", "mtp")
-ALGORITHMS = ("dspark", "dflash", *AUTOREGRESSIVE)
-
-
-def is_autoregressive(algorithm: str) -> bool:
-    """Whether a drafter of this algorithm makes its draft tokens one pass after the other."""
-    return algorithm in AUTOREGRESSIVE
-
-
-def drafter_layers(drafter: DrafterConfig) -> int:
-    """Decoder layers of the drafter."""
-    return 1 if is_autoregressive(drafter.algorithm) else drafter.num_layers
-
-
-def draft_length(drafter: DrafterConfig) -> int:
-    """Number of draft tokens of one block, gamma."""
-    return drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1

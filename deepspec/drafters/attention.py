@@ -39,16 +39,17 @@ def check_backend(name: str, device: torch.device) -> None:
 
 def plan_context(
     anchor_rows: Tensor, context_starts: Tensor, context_rows: int, *, slots: int, heads: int,
-    window: Optional[int] = None, backend: str = "chunked",
+    window: Optional[int] = None, backend: str = "chunked", scale: Optional[float] = None,
 ) -> ContextPlan:
     """Plan of a pack whose N blocks have their anchors at packed rows ``anchor_rows`` [N].
 
-    ``context_starts`` [N] are the first rows of their documents, ``window`` how many context rows a block sees at most.
+    ``context_starts`` [N] are the first rows of their documents, ``window`` how many context rows a block sees at most, ``scale``
+    multiplies the scores (None: 1 / sqrt(hd)).
     """
     bounds = Bounds.of(anchor_rows, context_starts, window)
     if backend == "flex" and len(anchor_rows):
-        return plan_flex(bounds, context_rows, slots)
-    return plan_chunks(bounds, context_starts, context_rows, slots * heads)
+        return plan_flex(bounds, context_rows, slots, scale=scale)
+    return plan_chunks(bounds, context_starts, context_rows, slots * heads, scale)
 
 
 def plan_chain(
@@ -82,7 +83,7 @@ def inject_context(queries: Tensor, keys: Tensor, values: Tensor, plan: ContextP
 
 def inject_cached_context(
     queries: Tensor, context_keys: Tensor, context_values: Tensor, block_keys: Tensor, block_values: Tensor,
-    context_lengths: Tensor, window: Optional[int] = None,
+    context_lengths: Tensor, window: Optional[int] = None, scale: Optional[float] = None,
 ) -> Tensor:
     """Eq. 3 for one block per request with its own padded context [R, C, Hkv, hd], as drafting does; see above.
 
@@ -99,7 +100,7 @@ def inject_cached_context(
     places = torch.arange(capacity + slots, device=queries.device)
     mask = (places >= capacity) | visible(places, bounds.first[:, None], bounds.stop[:, None])
     mask = mask[:, None, None, :].expand(count, 1, grouped.shape[2], -1)
-    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     attended = attended.view(count, key_heads, heads // key_heads, slots, width)
     return attended.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 

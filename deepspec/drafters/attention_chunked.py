@@ -42,6 +42,7 @@ class ChunkPlan:
     bounds: Bounds  # in that order
     context_rows: int  # T
     chunks: tuple[Chunk, ...]
+    scale: Optional[float] = None  # of the scores; None: 1 / sqrt(hd)
 
 
 def _cut(firsts: list[int], stops: list[int], starts: list[int], score_rows: int, limit: int) -> list[Chunk]:
@@ -64,7 +65,8 @@ def _cut(firsts: list[int], stops: list[int], starts: list[int], score_rows: int
     return chunks
 
 
-def plan_chunks(bounds: Bounds, context_starts: Tensor, context_rows: int, score_rows: int) -> ChunkPlan:
+def plan_chunks(bounds: Bounds, context_starts: Tensor, context_rows: int, score_rows: int,
+                scale: Optional[float] = None) -> ChunkPlan:
     """Cut N blocks into chunks of bounded score memory; ``score_rows`` is S * Hq. Made once per pack."""
     stops, starts = bounds.stop.tolist(), context_starts.tolist()
     seen = [stop for stop, start in zip(stops, starts, strict=True) if stop > start]
@@ -75,7 +77,7 @@ def plan_chunks(bounds: Bounds, context_starts: Tensor, context_rows: int, score
         stops, starts = bounds.stop.tolist(), context_starts[order].tolist()
     limit = SCORE_BYTES.get(bounds.stop.device.type, 1 << 28) // 4
     chunks = _cut(bounds.first.tolist(), stops, starts, score_rows, limit)
-    return ChunkPlan(order, bounds, context_rows, tuple(chunks))
+    return ChunkPlan(order, bounds, context_rows, tuple(chunks), scale)
 
 
 def _by_key_head(states: Tensor, key_heads: int) -> Tensor:
@@ -117,18 +119,22 @@ def _work(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if accumulates_natively(tensors[0]) else tuple(exact(tensor) for tensor in tensors)
 
 
+def _scale(plan: ChunkPlan, queries: Tensor) -> float:
+    return queries.shape[-1]**-0.5 if plan.scale is None else plan.scale
+
+
 def _gradients(
-    queries: Sequence[Tensor], key: Tensor, value: Tensor, bounds: Bounds, chunk: Optional[Chunk] = None,
+    queries: Sequence[Tensor], key: Tensor, value: Tensor, plan: ChunkPlan, chunk: Optional[Chunk] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values [b, L, hd].
 
     ``queries`` are those [b, m, hd], the output's gradient [b, m, hd], the log-sum-exp and the mean of d P [b, m, 1].
     """
     query, grad, lse, mean = queries
-    scale = query.shape[-1]**-0.5
+    scale = _scale(plan, query)
     probs = exact_bmm(query, key.transpose(1, 2), scale).sub_(lse).exp_()
     if chunk is not None:
-        _hide(probs, bounds, chunk, 0.0)  # after exp: a hidden score may overflow
+        _hide(probs, plan.bounds, chunk, 0.0)  # after exp: a hidden score may overflow
     scores = exact_bmm(grad, value.transpose(1, 2)).sub_(mean).mul_(probs).to(query.dtype)
     to_values = exact_bmm(probs.to(grad.dtype).transpose(1, 2), grad)
     return exact_bmm(scores, key, scale), exact_bmm(scores.transpose(1, 2), query, scale), to_values
@@ -139,7 +145,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, plan: ChunkPlan) -> Tensor:
-        slots, key_heads, scale, rows = queries.shape[1], keys.shape[1], queries.shape[3]**-0.5, plan.context_rows
+        slots, key_heads, scale, rows = queries.shape[1], keys.shape[1], _scale(plan, queries), plan.context_rows
         query, key, value = _work(_by_key_head(queries, key_heads), keys, values)
         own_keys, own_values = (_own(part[rows:], len(queries)).flatten(0, 1) for part in (key, value))
         probs = exact_bmm(query.flatten(0, 1), own_keys.transpose(1, 2), scale)
@@ -178,14 +184,14 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_values = torch.zeros_like(grad_keys)
         whole = [part.flatten(0, 1) for part in (query, grad, lse, mean)]
         own = [_own(part[rows:], len(queries)) for part in (key, value, grad_keys, grad_values)]
-        found = _gradients(whole, own[0].flatten(0, 1), own[1].flatten(0, 1), plan.bounds)
+        found = _gradients(whole, own[0].flatten(0, 1), own[1].flatten(0, 1), plan)
         for place, part in zip((grad_query, *own[2:]), found, strict=True):
             place.copy_(part.view(place.shape))
         for chunk in plan.chunks:
             blocks, span = slice(chunk.begin, chunk.end), slice(chunk.start, chunk.stop)
             parts = [part[:, blocks].flatten(1, 2) for part in (query, grad, lse, mean)]
             seen, its_values = key[span].transpose(0, 1), value[span].transpose(0, 1)
-            to_query, to_keys, to_values = _gradients(parts, seen, its_values, plan.bounds, chunk)
+            to_query, to_keys, to_values = _gradients(parts, seen, its_values, plan, chunk)
             grad_query[:, blocks] += to_query.view(grad_query[:, blocks].shape)
             grad_keys[span] += to_keys.transpose(0, 1)
             grad_values[span] += to_values.transpose(0, 1)

@@ -26,6 +26,7 @@ class FlexPlan:
     """The mask of a pack, for every layer."""
 
     mask: flex.BlockMask
+    scale: Optional[float] = None  # of the scores; None: 1 / sqrt(hd)
 
 
 def flex_works(states: Tensor, head_dim: int) -> bool:
@@ -50,7 +51,8 @@ def _meets(first: Tensor, stop: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return (first[:, None] < high) & (stop[:, None] > low)
 
 
-def plan_flex(bounds: Bounds, context_rows: int, slots: int, own: Optional[int] = None) -> FlexPlan:
+def plan_flex(bounds: Bounds, context_rows: int, slots: int, own: Optional[int] = None,
+              scale: Optional[float] = None) -> FlexPlan:
     """Mask over queries [N*S] and keys [T + N*O] of the blocks that ``bounds`` describes; ``own`` is O, None for S."""
     own = slots if own is None else own
     queries = len(bounds.first) * slots
@@ -72,7 +74,7 @@ def plan_flex(bounds: Bounds, context_rows: int, slots: int, own: Optional[int] 
     mask = flex.BlockMask.from_kv_blocks(
         *_listed(partial & ~full), *_listed(full), BLOCK_SIZE=(TILE, TILE), mask_mod=sees, seq_lengths=(queries, keys),
     )
-    return FlexPlan(mask)
+    return FlexPlan(mask, scale)
 
 
 @cache
@@ -85,5 +87,6 @@ def flex_attention(queries: Tensor, keys: Tensor, values: Tensor, plan: FlexPlan
     """As ``chunked_attention``: queries [N, S, Hq, hd], keys and values [T + N*O, Hkv, hd] to [N, S, Hq, hd]."""
     attend: Any = _fused() if queries.is_cuda else flex.flex_attention
     query, key, value = (part.transpose(0, 1)[None] for part in (queries.flatten(0, 1), keys, values))
-    attended = attend(query, key, value, block_mask=plan.mask, enable_gqa=queries.shape[2] != keys.shape[1])
+    attended = attend(query, key, value, block_mask=plan.mask, scale=plan.scale,
+                      enable_gqa=queries.shape[2] != keys.shape[1])
     return attended[0].transpose(0, 1).reshape(queries.shape)

@@ -40,7 +40,7 @@ class DraftAttention(nn.Module):
 
     def __init__(self, shape: DrafterShape, input_size: Optional[int] = None, bias: bool = False) -> None:
         super().__init__()
-        self.head_dim, self.window = shape.head_dim, shape.sliding_window
+        self.head_dim, self.window, self.scale = shape.head_dim, shape.sliding_window, shape.attention_scale
         query_width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         width = shape.hidden_size if input_size is None else input_size
         self.q_proj = nn.Linear(width, query_width, bias=bias)
@@ -72,7 +72,7 @@ class DraftAttention(nn.Module):
         """Drafting: ``states`` [R, S, D] with cached context keys and values [R, C, Hkv, hd]."""
         own_keys, own_values = self.keys_values(states, angles)
         attended = inject_cached_context(
-            self.queries(states, angles), keys, values, own_keys, own_values, lengths, self.window,
+            self.queries(states, angles), keys, values, own_keys, own_values, lengths, self.window, self.scale,
         )
         return self.o_proj(attended.flatten(-2))
 

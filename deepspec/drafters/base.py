@@ -1,6 +1,6 @@
 """What every drafter is to training, checkpoints and export. N blocks, K draft tokens, D width, V vocabulary."""
 
-from typing import Optional
+from typing import Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,28 @@ class Drafter(nn.Module):
         """Teacher-forced pass over all blocks of a pack; makes no logits. Without blocks all results are empty."""
         raise NotImplementedError
 
+    def cast(self, dtype: torch.dtype) -> "Drafter":
+        """Move the weights to ``dtype``, as they are served; in place. Some algorithms keep a few in float32."""
+        return self.to(dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name: parameters, and what an algorithm keeps in buffers."""
+        return dict(self.named_parameters()) | dict(self.named_buffers())
+
+    def after_step(self, sums: Mapping[str, Sequence[float]], bias_rate: float) -> None:
+        """Called on every rank after an optimizer step that was not skipped, with the reduced sums of its window."""
+
+    def step_metrics(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """What a row of metrics.jsonl says besides the objective, from the reduced sums of a window."""
+        return {}
+
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """U_k [..., V] of h_k [..., D], float32 at least; a final softcap comes before the sequential bias."""
+        """U_k [..., V] of h_k [..., D] as ``block_hidden`` or ``draft_step`` returns them."""
+        return self.head_logits(hidden)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """LM head of states [..., D] after the last norm: [..., V], float32 at least, softcapped where the target is.
+        """
         weight = self.shared.lm_head
         logits = exact(functional.linear(hidden.to(weight.dtype), weight))
         cap = self.shape.final_logit_softcap

@@ -9,9 +9,11 @@ Engines count W from each slot, its own token included: slot k sees k + 1 contex
 from typing import Any, Mapping, Optional
 
 from deepspec.config.schema import is_autoregressive
+from deepspec.drafters.config_gemma4 import gemma4_keys, is_gemma4, with_plain_names
 from deepspec.drafters.config_recurrent import recurrent_keys, with_absent_keys
 from deepspec.drafters.rope import rope_type
-from deepspec.drafters.types import DrafterShape
+from deepspec.drafters.types import GEMMA4, QWEN3, DrafterShape
+from deepspec.drafters.v4.config import is_v4_config, v4_from_config, v4_keys
 from deepspec.errors import InputRefused
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -85,6 +87,8 @@ def shape_to_config(
     rope = {**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta}
     rope.pop("type", None)
     own = recurrent_keys(shape) if shape.autoregressive else _block_keys(shape, num_anchors)
+    if shape.v4 is not None:
+        own = v4_keys(shape) | {"num_anchors": num_anchors}
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": "qwen3", "dtype": dtype, "torch_dtype": dtype,
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
@@ -96,9 +100,13 @@ def shape_to_config(
         "max_position_embeddings": shape.max_position_embeddings, "rope_theta": shape.rope_theta,
         "rope_scaling": None if kind == "default" else rope, "rope_parameters": rope, **own,
     }
+    if shape.v4 is not None:
+        del config["rope_parameters"], config["rope_scaling"]  # the target's, with more than one kind of layer
     if shape.final_logit_softcap is not None:
         config["final_logit_softcapping"] = shape.final_logit_softcap
-    if shape.embed_scale != 1.0:
+    if shape.block == GEMMA4:
+        config |= gemma4_keys(shape, rope)  # its classes scale embeddings without being told
+    elif shape.embed_scale != 1.0:
         config["embed_scale"] = shape.embed_scale
     return {**config, **(extra or {})}
 
@@ -117,7 +125,9 @@ def _agreed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
     """Shape of a checkpoint or export, also of one made by the reference code; raises InputRefused on a missing key."""
-    keys = _agreed(config)
+    if is_v4_config(config):
+        return v4_from_config(config)
+    keys = with_plain_names(_agreed(config)) if is_gemma4(config) else _agreed(config)
     if is_autoregressive(str(keys.get("deepspec_algorithm"))):
         keys = with_absent_keys(keys)
     rank = int(keys.get("markov_rank") or 0)
@@ -141,6 +151,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
             target_model_type=str(keys.get("target_model_type", keys["model_type"])),
             final_logit_softcap=keys.get("final_logit_softcapping"), embed_scale=float(keys.get("embed_scale", 1.0)),
             sliding_window=window_of(keys), unroll=keys.get("deepspec_unroll"),
+            block=GEMMA4 if is_gemma4(config) else QWEN3, keys_are_values=bool(keys.get("attention_k_eq_v", False)),
         )
     except KeyError as missing:
         raise InputRefused(

@@ -15,9 +15,12 @@ from deepspec.drafters.attention import choose_backend, plan_context
 from deepspec.drafters.backbone import ContextProjection, DraftLayer, initialise
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.confidence import ConfidenceHead
+from deepspec.drafters.gemma4 import Gemma4Layer
 from deepspec.drafters.norm import RMSNorm
 from deepspec.drafters.sequential import MarkovHead, build_head
-from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
+from deepspec.drafters.types import GEMMA4, QWEN3, DrafterOutput, DrafterShape, SharedWeights
+
+_LAYERS: dict[str, type[DraftLayer]] = {QWEN3: DraftLayer, GEMMA4: Gemma4Layer}
 
 
 class DSparkDrafter(Drafter):
@@ -35,7 +38,7 @@ class DSparkDrafter(Drafter):
         width = shape.hidden_size
         self.fc = nn.Linear(len(shape.feature_layers) * shape.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
-        self.layers = nn.ModuleList([DraftLayer(shape) for _ in range(shape.num_layers)])
+        self.layers = nn.ModuleList([_LAYERS[shape.block](shape) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(width, shape.rms_norm_eps)
         self.markov_head = build_head(shape)
         rank = shape.markov_rank if shape.confidence_with_markov else 0
@@ -56,6 +59,7 @@ class DSparkDrafter(Drafter):
         plan = plan_context(
             blocks.anchor_rows, blocks.context_starts, len(context), slots=shape.block_size, heads=shape.num_heads,
             window=shape.sliding_window, backend=choose_backend(self.attention, states, shape.head_dim),
+            scale=shape.attention_scale,
         )
         for layer in self.layers:
             inputs = (states, context, angles, plan)

@@ -15,6 +15,12 @@ def _plain(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(states.dtype)
 
 
+def unit_norm(states: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm without weights: [..., width] in, the same shape and dtype out."""
+    wide = exact(states)
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(states.dtype)
+
+
 class _Normalise(torch.autograd.Function):
     """``_plain`` in fewer passes over memory."""
 

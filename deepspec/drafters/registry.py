@@ -1,16 +1,19 @@
 """Drafters by name: what a configuration may ask for, checked once, and the model it names."""
 
+from dataclasses import replace
 from typing import Callable
 
-from deepspec.config.schema import DrafterConfig, TargetConfig, drafter_layers, is_autoregressive
+from deepspec.config.schema import WITH_HEADS, DrafterConfig, TargetConfig, drafter_layers, is_autoregressive
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.compiling import compile_layers
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.eagle3 import Eagle3Drafter
 from deepspec.drafters.mtp import MtpDrafter
-from deepspec.drafters.rope import SUPPORTED, rope_type
+from deepspec.drafters.rope import frequencies
 from deepspec.drafters.sequential import HEADS
-from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.types import BLOCKS, GEMMA4, DrafterShape, SharedWeights
+from deepspec.drafters.v4.drafter import V4Drafter
+from deepspec.drafters.v4.options import heads_of, is_v4, takes_last_layer, v4_shape
 from deepspec.errors import ConfigError
 from deepspec.targets.spec import TargetSpec
 
@@ -28,6 +31,7 @@ def register(name: str) -> Callable[[Builder], Builder]:
 
 register("dspark")(DSparkDrafter)
 register("dflash")(DSparkDrafter)
+register("dspark_v4")(V4Drafter)
 register("eagle3")(Eagle3Drafter)
 register("mtp")(MtpDrafter)
 
@@ -89,10 +93,11 @@ def _check_layers(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig
                 f"hidden state, target.feature_layers=[{spec.num_layers - 1}]. drafter=mtp sets that; leave it out."
             )
         return
-    if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] > spec.num_layers - 2:
+    last = spec.num_layers - (1 if takes_last_layer(spec.model_type) else 2)
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
         raise ConfigError(
             f"target.feature_layers={layers} must be ascending ids of decoder layer outputs between 0 and "
-            f"{spec.num_layers - 2}: the target has {spec.num_layers} layers, and engines cannot capture the last."
+            f"{last}: the target has {spec.num_layers} layers, and engines capture the last of DeepSeek-V4 only."
         )
 
 
@@ -104,12 +109,27 @@ def _check_heads(drafter: DrafterConfig) -> None:
             f"drafter.head={drafter.head} needs drafter.markov_rank of at least 1, not {drafter.markov_rank}: "
             "set a rank (256 as published), or drafter.head=none."
         )
-    if drafter.algorithm != "dspark" and (drafter.head != "none" or drafter.confidence_head):
+    if drafter.algorithm not in WITH_HEADS and (drafter.head != "none" or drafter.confidence_head):
         raise ConfigError(
             f"drafter.algorithm={drafter.algorithm} has neither sequential nor confidence head, but "
             f"drafter.head={drafter.head} and "
             f"drafter.confidence_head={drafter.confidence_head}: set drafter.head=none and "
             "drafter.confidence_head=false, or use drafter.algorithm=dspark."
+        )
+
+
+def _check_block(spec: TargetSpec, drafter: DrafterConfig) -> None:
+    if drafter.block not in BLOCKS:
+        raise ConfigError(f"drafter.block={drafter.block!r} is unknown: use one of {', '.join(BLOCKS)}.")
+    if drafter.block == GEMMA4 and spec.full_rope_parameters is None:
+        raise ConfigError(
+            f"drafter.block=gemma4 copies the full-attention layers of a Gemma 4 target, but this target is of "
+            f"model_type {spec.model_type!r}. Use drafter.block=qwen3, which fits any target."
+        )
+    if drafter.block == GEMMA4 and (drafter.algorithm not in ("dspark", "dflash") or drafter.sliding_window is not None):
+        raise ConfigError(
+            f"drafter.block=gemma4 is for dspark and dflash without a window, but drafter.algorithm="
+            f"{drafter.algorithm} and drafter.sliding_window={drafter.sliding_window}. Use drafter.block=qwen3."
         )
 
 
@@ -122,11 +142,7 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
     _check_algorithm(drafter.algorithm)
     _check_slots(spec, target, drafter)
     _check_heads(drafter)
-    if rope_type(spec.rope_parameters) not in SUPPORTED:
-        raise ConfigError(
-            f"The target's rope_type={rope_type(spec.rope_parameters)!r} is not supported by the drafter, which knows "
-            f"{', '.join(SUPPORTED)}."
-        )
+    _check_block(spec, drafter)
     with_head = drafter.head != "none"
     recurrent = is_autoregressive(drafter.algorithm)
     if recurrent and (not drafter.sample_from_anchor or drafter.sliding_window is not None):
@@ -135,7 +151,7 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
             f"drafter.sample_from_anchor={drafter.sample_from_anchor} and "
             f"drafter.sliding_window={drafter.sliding_window}. Leave both out."
         )
-    return DrafterShape(
+    shape = DrafterShape(
         algorithm=drafter.algorithm, hidden_size=spec.hidden_size,
         intermediate_size=drafter.intermediate_size or spec.intermediate_size, num_layers=drafter_layers(drafter),
         num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, vocab_size=spec.vocab_size,
@@ -149,3 +165,15 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
         final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
         sliding_window=drafter.sliding_window, unroll=drafter.unroll if recurrent else None,
     )
+    if is_v4(drafter.algorithm):
+        of = v4_shape(drafter, hidden_size=spec.hidden_size, num_heads=spec.num_heads, head_dim=spec.head_dim)
+        heads, width = heads_of(drafter, spec.num_heads, spec.head_dim)
+        theta = drafter.v4.rope_theta
+        return replace(shape, v4=of, num_heads=heads, head_dim=width, num_kv_heads=1, rope_theta=theta,
+                       rope_parameters={"rope_type": "default", "rope_theta": theta})
+    if drafter.block == GEMMA4:
+        shape = replace(shape, block=GEMMA4, head_dim=spec.full_head_dim or spec.head_dim,
+                        num_kv_heads=spec.full_kv_heads or spec.num_kv_heads, keys_are_values=bool(spec.keys_are_values),
+                        rope_parameters=dict(spec.full_rope_parameters or {}))
+    frequencies(shape)  # refuses what the drafter cannot reproduce
+    return shape

@@ -11,7 +11,7 @@ from deepspec.drafters.precision import exact
 from deepspec.drafters.types import DrafterShape
 from deepspec.errors import ConfigError
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 
 
 def rope_type(rope_parameters: dict[str, Any]) -> str:
@@ -19,35 +19,51 @@ def rope_type(rope_parameters: dict[str, Any]) -> str:
     return str(rope_parameters.get("rope_type") or rope_parameters.get("type") or "default")
 
 
-def _frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
-    """Inverse frequencies [hd/2] in float32 and the factor on cos and sin."""
+def _refuse(shape: DrafterShape, reason: str) -> ConfigError:
+    return ConfigError(
+        f"rope_parameters of the target, {shape.rope_parameters}, {reason}, which the drafter cannot reproduce (it knows "
+        f"{', '.join(SUPPORTED)}). Use a target with one of these, or add the rule to deepspec/drafters/rope.py."
+    )
+
+
+def frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
+    """Inverse frequencies [hd/2] in float32 and the factor on cos and sin. Raises ConfigError for an unknown rule.
+
+    One table for all lengths, as serving engines make it: cached keys would not survive another. Rules that depend on
+    the length get the longest, ``max_position_embeddings`` (of what was extended to it: ``max_trained_positions``).
+    """
     kind = rope_type(shape.rope_parameters)
     if kind not in SUPPORTED:
-        raise ConfigError(
-            f"rope_parameters of the target have rope_type={kind!r}, which the drafter cannot reproduce (it knows "
-            f"{', '.join(SUPPORTED)}). Use a target with one of these, or add the rule to deepspec/drafters/rope.py."
-        )
+        raise _refuse(shape, f"have rope_type={kind!r}")
     if kind == "default":
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
         return 1.0 / (shape.rope_theta**exponent), 1.0
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = Qwen3Config(
-        hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters={**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta},
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(factor)
+    limit = shape.max_position_embeddings
+    trained = shape.rope_parameters.get("max_trained_positions", limit) if kind == "dynamic" else limit
+    try:
+        config = Qwen3Config(
+            hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
+            max_position_embeddings=trained,
+            rope_parameters={**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta},
+        )
+        found, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=limit)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise _refuse(shape, f"are incomplete for heads of width {shape.head_dim} ({type(error).__name__}: {error})"
+                      ) from None
+    if len(found) * 2 != shape.head_dim:
+        raise _refuse(shape, f"turn {2 * len(found)} of {shape.head_dim} dimensions")
+    return found.float(), float(factor)
 
 
 class RotaryTable:
     """cos and sin of any positions. Not a module: nothing here is cast, saved or partitioned."""
 
     def __init__(self, shape: DrafterShape) -> None:
-        frequencies, self._factor = _frequencies(shape)
-        self._frequencies = {torch.device("cpu"): frequencies}
+        found, self._factor = frequencies(shape)
+        self._frequencies = {torch.device("cpu"): found}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [*positions.shape, 1, hd] (the 1 is for heads), of int64 ``positions``."""

@@ -1,11 +1,15 @@
 """Types shared by all drafters. N blocks, K draft tokens, D width, R rank of the sequential head, V vocabulary."""
 
-from dataclasses import dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Optional
 
 from torch import Tensor
 
 from deepspec.config.schema import is_autoregressive
+from deepspec.drafters.v4.shape import V4Shape
+
+QWEN3, GEMMA4 = "qwen3", "gemma4"
+BLOCKS = (QWEN3, GEMMA4)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class DrafterShape:
     embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt of the width)
     sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; None: all
     unroll: Optional[int] = None  # steps an autoregressive drafter is trained for; None: the draft length
+    block: str = "qwen3"  # kind of decoder layers: qwen3 | gemma4
+    keys_are_values: bool = False  # gemma4: values are made of the keys' projection
+    v4: Optional[V4Shape] = None  # dspark_v4: sizes of its stages
 
     @property
     def draft_length(self) -> int:
@@ -49,6 +56,11 @@ class DrafterShape:
     def trained_length(self) -> int:
         """Tokens of a block that training teaches, K: gamma, unless a chain is unrolled by another number of steps."""
         return self.draft_length if self.unroll is None else self.unroll
+
+    @property
+    def attention_scale(self) -> Optional[float]:
+        """Factor on the scores of the drafter's attention; None: 1 / sqrt(head_dim)."""
+        return 1.0 if self.block == GEMMA4 else None
 
     @property
     def autoregressive(self) -> bool:
@@ -74,3 +86,4 @@ class DrafterOutput:
     transition: Optional[Tensor]  # [N, K, R]: B_k = transition @ W_2^T (Eqs. 4-6); None without a head
     output_factor: Optional[Tensor]  # [V, R] W_2
     confidence_logits: Optional[Tensor]  # [N, K] before the sigmoid of Eq. 7
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # detached, of this pack; added up over the window

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from deepspec.drafters.autoregressive import AutoregressiveDrafter
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.v4.drafter import V4Drafter
+from deepspec.drafters.v4.warm_start import warm_start_stages
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ def _copy_layer(layer: nn.Module, source: nn.Module) -> tuple[int, list[str]]:
 
 
 @torch.no_grad()
-def warm_start(drafter: Drafter, target_layers: Sequence[nn.Module], final_norm: Optional[Tensor] = None) -> int:
+def warm_start(drafter: Drafter, target_layers: Sequence[nn.Module], final_norm: Optional[Tensor] = None,
+               stream_head: Optional[nn.Module] = None) -> int:
     """Copy the target's last layers, make the projection of the features select the last of them, and take the target's
     final norm [D].
 
@@ -37,6 +40,8 @@ def warm_start(drafter: Drafter, target_layers: Sequence[nn.Module], final_norm:
     """
     if isinstance(drafter, AutoregressiveDrafter):
         return _recurrent(drafter, target_layers[-1], final_norm)
+    if isinstance(drafter, V4Drafter):
+        return warm_start_stages(drafter, target_layers, final_norm, stream_head)
     assert isinstance(drafter, DSparkDrafter)
     return _blocks(drafter, target_layers, final_norm)
 

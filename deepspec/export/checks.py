@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspec.drafters.types import SharedWeights
-from deepspec.export import layout, layout_recurrent, tensors
+from deepspec.export import layout, layout_gemma4, layout_recurrent, layout_v4, tensors
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
         return problems
     if layout.is_recurrent(config):
         return layout_recurrent.check_keys(config, layout.kind(config))
+    if layout.is_v4(config):
+        return layout_v4.check_keys(config)
     ids, last = list(config["target_layer_ids"]), config["num_target_layers"] - 1
     if not ids or any(not isinstance(i, int) or i < 0 for i in ids) or any(a >= b for a, b in zip(ids, ids[1:])):
         problems.append(f"target_layer_ids={ids} must be strictly increasing ids of at least 0")
@@ -66,7 +68,8 @@ def check_tensors(folder: Path, config: Mapping[str, Any]) -> list[str]:
         problems.append(f"tensor {name} is not expected{wrapped}")
     problems += [f"tensor {name} has shape {found[name][1]}, expected {expected[name]}" for name in sorted(expected)
                  if name in found and found[name][1] != expected[name]]
-    dtypes = sorted({dtype for dtype, _ in found.values()})
+    dtypes = sorted({config["dtype"] if dtype == layout_v4.dtype_of(name, config["dtype"]) else dtype
+                     for name, (dtype, _) in found.items()})
     if dtypes != [config["dtype"]] or config["torch_dtype"] != config["dtype"]:
         problems.append(f"dtypes {dtypes} in the file, config.json says {config['dtype']} and {config['torch_dtype']}")
     for name, tensor in tensors.read(folder).items():
@@ -122,10 +125,12 @@ def check_auto_config(folder: Path, config: Mapping[str, Any]) -> list[str]:
     problems = [f"{key} is {again.get(key)!r} after a round trip, not {config[key]!r}"
                 for key in ("hidden_size", "num_hidden_layers", "block_size", "target_layer_ids", "sample_from_anchor",
                             "max_position_embeddings", "vocab_size") if again.get(key) != config.get(key)]
+    if layout.is_v4(config):
+        return problems  # its layers are plain: rope_theta is all there is
     parameters = again.get("rope_parameters") or {}
     problems += [f"rope_parameters.{key} is {parameters.get(key)!r} after a round trip, not {value!r}"
                  for key, value in config["rope_parameters"].items() if parameters.get(key) != value]
-    if config["rope_theta"] != config["rope_parameters"]["rope_theta"]:
+    if config["rope_theta"] != layout.full_attention_rope(config)["rope_theta"]:
         problems.append(f"rope_theta={config['rope_theta']} contradicts rope_parameters")
     return problems
 
@@ -148,7 +153,8 @@ def check_speculative_tokens(folder: Path, config: Mapping[str, Any], draft_leng
 
 
 def check_architecture(folder: Path, config: Mapping[str, Any], allowed: Sequence[str] = (
-        layout.DSPARK_ARCHITECTURE, layout.DFLASH_ARCHITECTURE, *layout_recurrent.ARCHITECTURES)) -> list[str]:
+        layout.DSPARK_ARCHITECTURE, layout.DFLASH_ARCHITECTURE, layout_gemma4.ARCHITECTURE, layout_v4.ARCHITECTURE,
+        *layout_recurrent.ARCHITECTURES)) -> list[str]:
     """Check 12: no auto_map and no Python file (nothing to trust), and an architecture string of the format."""
     problems = [f"config.json has {key}" for key in ("auto_map",) if key in config]
     problems += [f"{path.name} would be remote code" for path in sorted(folder.glob("*.py"))]

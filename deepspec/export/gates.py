@@ -128,7 +128,7 @@ def _cast(drafter: nn.Module, dtype: torch.dtype) -> nn.Module:
         clone = copy.deepcopy(drafter)
     finally:
         drafter.shared = original
-    clone = clone.to(device="cpu", dtype=dtype).eval()
+    clone = clone.to(device="cpu").cast(dtype).eval()
     clone.shared = shared
     return clone
 

@@ -5,7 +5,7 @@ can count parameters with the very formulas that later gate an export.
 import math
 from typing import Any, Mapping
 
-from deepspec.export import layout_recurrent
+from deepspec.export import layout_gemma4, layout_recurrent, layout_v4
 from deepspec.export.layout_recurrent import EAGLE3, MTP
 
 FORMATS = ("deepspec", "speculators", "specforge", "zlab_dflash")
@@ -35,9 +35,9 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 
 
 def kind(config: Mapping[str, Any]) -> str:
-    """dspark, dflash (its 1+N layout), eagle3 or mtp: what names and shapes follow from."""
+    """dspark, dspark_v4, dflash (its 1+N layout), eagle3 or mtp: what names and shapes follow from."""
     name = str(config.get("deepspec_algorithm"))
-    if name in (EAGLE3, MTP):
+    if name in (EAGLE3, MTP, layout_v4.ALGORITHM):
         return name
     recurrent = layout_recurrent.ARCHITECTURES.get("".join(config.get("architectures") or ()))
     return recurrent or ("dflash" if is_dflash(config) else "dspark")
@@ -48,8 +48,15 @@ def is_recurrent(config: Mapping[str, Any]) -> bool:
     return kind(config) in (EAGLE3, MTP)
 
 
+def is_v4(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` is of a DeepSeek-V4 style drafter."""
+    return kind(config) == layout_v4.ALGORITHM
+
+
 def shared_names(config: Mapping[str, Any]) -> tuple[str, str]:
     """Names of the copies of the target's embedding and LM head."""
+    if is_v4(config):
+        return layout_v4.SHARED
     embed, lm_head = layout_recurrent.SHARED.get(kind(config), SHARED_TENSORS)
     return embed, lm_head
 
@@ -58,7 +65,9 @@ def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of config.json that some loader reads and that therefore must be there, given the heads."""
     if is_recurrent(config):
         return layout_recurrent.REQUIRED[kind(config)]
-    keys = COMMON_KEYS
+    if is_v4(config):
+        return layout_v4.REQUIRED
+    keys = COMMON_KEYS + (layout_gemma4.REQUIRED if layout_gemma4.is_gemma4(config) else ())
     if config.get("markov_rank"):
         keys += ("markov_head_type",)
     if config.get("enable_confidence_head"):
@@ -72,6 +81,8 @@ def speculative_tokens(config: Mapping[str, Any]) -> int:
 
 
 def _layer_tensors(config: Mapping[str, Any], index: int) -> dict[str, tuple[int, ...]]:
+    if layout_gemma4.is_gemma4(config):
+        return layout_gemma4.layer_tensors(config, index)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     prefix = f"layers.{index}."
@@ -110,6 +121,8 @@ def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what training changes, from the keys of config.json."""
     if is_recurrent(config):
         return {EAGLE3: layout_recurrent.eagle3_tensors, MTP: layout_recurrent.mtp_tensors}[kind(config)](config)
+    if is_v4(config):
+        return layout_v4.own_tensors(config)
     hidden = config["hidden_size"]
     taps = len(config["target_layer_ids"])
     width = config.get("target_hidden_size", hidden)
@@ -122,9 +135,18 @@ def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole checkpoint: what training changes, and the copies of the target's two matrices."""
+    """Names and shapes of a whole export: what training changes, the copies of the target's two matrices, constants."""
     shape = (config["vocab_size"], config["hidden_size"])
-    return {name: shape for name in shared_names(config)} | trainable_tensors(config)
+    shared = {name: shape for name in shared_names(config)}
+    if is_v4(config):
+        return shared | layout_v4.released_tensors(config)
+    return shared | layout_gemma4.ones(config) | trainable_tensors(config)
+
+
+def full_attention_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """RoPE parameters of the drafter's layers: some layouts keep one dictionary for each kind of layer."""
+    parameters = config["rope_parameters"]
+    return parameters.get("full_attention", parameters)
 
 
 def count(tensors: Mapping[str, tuple[int, ...]]) -> int:
@@ -136,7 +158,7 @@ def breakdown(config: Mapping[str, Any]) -> dict[str, int]:
     """Parameters by part: fc, layers, norms, head, confidence (trainable) and frozen copies."""
     parts = {"fc": 0, "layers": 0, "norms": 0, "head": 0, "confidence": 0}
     for name, shape in trainable_tensors(config).items():
-        part = {"fc": "fc", "layers": "layers", "model": "layers", "markov_head": "head",
+        part = {"fc": "fc", "main_proj": "fc", "layers": "layers", "model": "layers", "markov_head": "head",
                 "confidence_head": "confidence"}.get(name.split(".")[0], "norms")
         parts[part] += math.prod(shape)
     return parts | {"frozen": 2 * config["vocab_size"] * config["hidden_size"]}

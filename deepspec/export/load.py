@@ -9,8 +9,10 @@ from torch import nn
 
 from deepspec.artifacts import read_manifest
 from deepspec.drafters.config import shape_from_config
+from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import SharedWeights
+from deepspec.drafters.v4.release import from_release
 from deepspec.errors import InputRefused
 from deepspec.export import layout, tensors
 
@@ -38,12 +40,15 @@ def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[nn.
                  if name in stored and tuple(stored[name].shape) != expected[name]]
     if problems:
         raise InputRefused(f"{folder} does not hold the tensors its config.json promises: {'; '.join(problems[:5])}.")
+    stored = without_scalars(stored, folder)
     manifest = read_manifest(folder)
     fingerprint = manifest.inputs.get("target", "") if manifest is not None else ""
     embed, lm_head = (stored.pop(name).to(device) for name in layout.shared_names(values))
     shared = SharedWeights(embed=embed, lm_head=lm_head, fingerprint=fingerprint)
-    drafter = build_drafter(shape, shared).to(device=device, dtype=shared.embed.dtype)
-    parameters = dict(drafter.named_parameters())
+    if shape.v4 is not None:
+        stored = from_release(stored, values, str(folder))
+    drafter = build_drafter(shape, shared).to(device=device).cast(shared.embed.dtype)
+    parameters = drafter.tensors()
     if parameters.keys() != stored.keys():
         raise InputRefused(f"{folder}: the drafter of this version has other parameters than the file: "
                            f"{sorted(parameters.keys() ^ stored.keys())[:5]}.")

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspec.artifacts import atomic_write_json, write_readable
-from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.config_gemma4 import LAYER_SCALAR
+from deepspec.drafters.types import GEMMA4, DrafterShape, SharedWeights
+from deepspec.drafters.v4.release import to_release
 from deepspec.errors import InputRefused
 from deepspec.export import layout
 
@@ -35,14 +37,21 @@ def collect(drafter: nn.Module, serving: DrafterShape, shared: SharedWeights, dt
     Raises InputRefused for a tensor that is empty: a ZeRO-3 placeholder that nobody gathered.
     """
     tensors = shared_tensors(shared, dtype, layout.shared_names({"deepspec_algorithm": serving.algorithm}))
-    for name, parameter in drafter.named_parameters():
+    own = dict(drafter.named_parameters()) | dict(drafter.named_buffers())
+    for name, parameter in own.items():
         if parameter.numel() == 0 or hasattr(parameter, "ds_id"):
             raise InputRefused(f"Drafter tensor {name} is partitioned, shape {tuple(parameter.shape)}: load it "
                                "from its checkpoint before exporting it.")
-        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+        if serving.v4 is None:
+            tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    if serving.v4 is not None:
+        return tensors | to_release(own, serving.num_layers, dtype)
     if serving.head == "vanilla" and "markov_head.markov_w1.weight" not in tensors:
         for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
             tensors[name] = torch.zeros(serving.vocab_size, serving.markov_rank, dtype=dtype)
+    if serving.block == GEMMA4:
+        tensors |= {f"layers.{index}.{LAYER_SCALAR}": torch.ones(1, dtype=dtype)
+                    for index in range(serving.num_layers)}
     return tensors
 
 

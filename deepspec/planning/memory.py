@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from deepspec.config.schema import Config, draft_length, drafter_layers, is_autoregressive
+from deepspec.drafters.v4.options import is_v4
 from deepspec.planning.packs import PackPlan
-from deepspec.planning.sizes import ParameterCount
+from deepspec.planning.sizes import ParameterCount, drafter_head_dim, drafter_kv_heads
+from deepspec.planning.sizes_v4 import kept_per_slot, kept_per_token, stream_bytes
 
 ZERO_STAGES = (0, 1, 2, 3)
 RANK_COUNTS = (1, 2, 4, 8)
@@ -57,6 +59,14 @@ def state_bytes(trainable: int, precision: str, zero_stage: int, ranks: int, ave
     return StateBytes(zero_stage, ranks, share(parameter, 3), share(gradient, 2), share(optimizer, 1))
 
 
+def _v4_bytes(config: Config, tokens: int, slots: int, width: int) -> int:
+    """``activation_bytes`` of the DeepSeek-V4 style backbone; with checkpoints one stage's and the streams between."""
+    slot, layers = kept_per_slot(config, width), config.drafter.num_layers
+    slot = slot + layers * stream_bytes(config, width) if config.trainer.activation_checkpointing else layers * slot
+    ends = (tokens * 2 + slots * 4) * config.target.shape.hidden_size * width
+    return slots * slot + tokens * layers * kept_per_token(config, width) + ends
+
+
 def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int:
     """What backward keeps for ``tokens`` context tokens and ``slots`` block slots, elements of ``width`` bytes.
 
@@ -64,7 +74,9 @@ def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int
     """
     shape, drafter = config.target.shape, config.drafter
     hidden = shape.hidden_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if is_v4(drafter.algorithm):
+        return _v4_bytes(config, tokens, slots, width)
+    queries, keys = shape.num_heads * drafter_head_dim(config), drafter_kv_heads(config) * drafter_head_dim(config)
     inner = drafter.intermediate_size or shape.intermediate_size
     slot = 5 * hidden + 3 * queries + 3 * keys + 3 * inner
     if config.trainer.activation_checkpointing:

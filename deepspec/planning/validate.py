@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from deepspec.config.schema import (
-    ALGORITHMS, AUTOREGRESSIVE, MISSING, STAGES, Config, drafter_layers, is_autoregressive,
+    ALGORITHMS, AUTOREGRESSIVE, MISSING, STAGES, WITH_HEADS, Config, drafter_layers, is_autoregressive,
 )
 from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
@@ -18,6 +18,7 @@ from deepspec.planning.validate_features import check_features
 from deepspec.planning.validate_serving import check_doctor, check_loop
 from deepspec.planning.validate_speed import check_speed
 from deepspec.planning.validate_training import check_objective, check_trainer
+from deepspec.planning.validate_v4 import check_v4
 
 DTYPES = ("bfloat16", "float32")
 SOURCES = ("hf", "gguf_package", "micro")
@@ -73,7 +74,7 @@ def _target(config: Config) -> None:
                     f"below target.shape.vocab_size={vocab} (a row of the embedding)")
     shape = target.shape
     for name, value in vars(shape).items():
-        if name != "model_type" and _known(value):
+        if name not in ("model_type", "keys_are_values") and _known(value):
             whole(f"target.shape.{name}", value, 1)
     if _known(shape.num_heads) and _known(shape.num_kv_heads):
         require(shape.num_heads % shape.num_kv_heads == 0, "target.shape.num_kv_heads", shape.num_kv_heads,
@@ -103,10 +104,26 @@ def _feature_layers(config: Config) -> None:
             f"without the last layer {total - 1}, which serving engines cannot capture")
 
 
+def _block(config: Config) -> None:
+    drafter = config.drafter
+    choice("drafter.block", drafter.block, ("qwen3", "gemma4"))
+    if drafter.block == "qwen3":
+        return
+    require(not is_autoregressive(drafter.algorithm) and drafter.sliding_window is None, "drafter.block",
+            drafter.block, "qwen3 with drafter.algorithm=eagle3 or mtp, and with drafter.sliding_window")
+    kind = str(config.target.shape.model_type)
+    require(kind == MISSING or kind.startswith("gemma4"), "drafter.block", drafter.block,
+            f"qwen3 for a target of model_type {kind}: gemma4 copies the layers of Gemma 4 targets")
+    require(list(config.export.formats) == ["deepspec"], "export.formats", list(config.export.formats),
+            "[deepspec] with drafter.block=gemma4: other layouts hold Qwen3-shaped drafters only")
+
+
 def _drafter(config: Config) -> None:
     drafter = config.drafter
     choice("drafter.algorithm", drafter.algorithm, ALGORITHMS)
     recurrent = is_autoregressive(drafter.algorithm)
+    _block(config)
+    check_v4(config)
     choice("drafter.head", drafter.head, ("none", "vanilla", "gated", "rnn"))
     whole("drafter.num_layers", drafter.num_layers, 1)
     least = 1 if recurrent else 2
@@ -125,7 +142,7 @@ def _drafter(config: Config) -> None:
         whole("drafter.markov_rank", drafter.markov_rank, 1)
     else:
         whole("drafter.markov_rank", drafter.markov_rank, 0)
-    if drafter.algorithm != "dspark" and (drafter.head != "none" or drafter.confidence_head):
+    if drafter.algorithm not in WITH_HEADS and (drafter.head != "none" or drafter.confidence_head):
         raise ConfigError(f"drafter.algorithm={drafter.algorithm} has no heads, but drafter.head={drafter.head} and "
                           f"drafter.confidence_head={drafter.confidence_head}. Set drafter.head=none and "
                           "drafter.confidence_head=false, or drafter.algorithm=dspark.")

@@ -7,9 +7,11 @@ from typing import Optional
 
 from deepspec.config import paths
 from deepspec.config.schema import Config, draft_length, drafter_layers
+from deepspec.drafters.v4.options import is_v4
 from deepspec.planning.packs import PackPlan, plan_packs
 from deepspec.planning.samples import SampleLength, cache_bytes_per_sample, cache_bytes_per_token, expected_length
-from deepspec.planning.sizes import ParameterCount
+from deepspec.planning.sizes import ParameterCount, active_layers, drafter_head_dim, drafter_kv_heads
+from deepspec.planning.sizes_v4 import attention_flops
 
 UTILISATION = {"train": 0.35, "features": 0.40, "responses": 0.08}  # of peak; generation is bound by memory
 CPU_UTILISATION = {"train": 0.7, "features": 0.8, "responses": 0.3}  # of the rate of large products
@@ -101,13 +103,15 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
     """Forward and backward of one sample: 6 per weight and token, attention, the objective's LM-head products."""
     shape, drafter = config.target.shape, config.drafter
     hidden, vocab = shape.hidden_size, shape.vocab_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    queries, keys = shape.num_heads * drafter_head_dim(config), drafter_kv_heads(config) * drafter_head_dim(config)
     length = sample.tokens
     anchors = min(config.trainer.num_anchors, sample.answer)
     slots = anchors * drafter.block_size
     context = 6.0 * length * (parameters.fc + drafter_layers(drafter) * 2 * keys * hidden)
     attention = 12.0 * slots * queries * (length / 2 + drafter.block_size) * drafter_layers(drafter)
-    backbone = 6.0 * slots * parameters.layers + attention
+    if is_v4(drafter.algorithm):
+        attention = attention_flops(config, slots)
+    backbone = 6.0 * slots * active_layers(config, parameters) + attention
     labels = anchors * draft_length(drafter)
     rank = drafter.markov_rank if drafter.head != "none" else 0
     objective = labels * 4.0 * vocab * (hidden + rank) + min(labels, length) * 2.0 * vocab * hidden
@@ -117,10 +121,10 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
 
 def padding_flops(config: Config, parameters: ParameterCount, packs: PackPlan) -> float:
     """Forward and backward of the padding of one optimizer step; its blocks see no context and have no label."""
-    keys = config.target.shape.num_kv_heads * config.target.shape.head_dim
+    keys = drafter_kv_heads(config) * drafter_head_dim(config)
     context = parameters.fc + drafter_layers(config.drafter) * 2 * keys * config.target.shape.hidden_size
     slots = packs.padding_anchors * config.drafter.block_size
-    return 6.0 * (packs.padding_tokens * context + slots * parameters.layers)
+    return 6.0 * (packs.padding_tokens * context + slots * active_layers(config, parameters))
 
 
 def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> dict[str, float]:

@@ -31,7 +31,7 @@ _FROM_ELSEWHERE = "imported"  # stands for the fingerprint of the training data
 def overrides_of(shape: DrafterShape) -> list[str]:
     """The options that describe ``shape``, as a command line."""
     values: dict[str, Any] = {
-        "drafter.algorithm": shape.algorithm, "drafter.num_layers": shape.num_layers,
+        "drafter.algorithm": shape.algorithm, "drafter.block": shape.block, "drafter.num_layers": shape.num_layers,
         "drafter.block_size": shape.block_size, "drafter.sample_from_anchor": shape.sample_from_anchor,
         "drafter.head": shape.head, "drafter.markov_rank": shape.markov_rank,
         "drafter.confidence_head": shape.confidence_head,

@@ -13,7 +13,10 @@ class TargetSpec:
     """Sizes and constants of a target, read from its Hugging Face configuration.
 
     ``vocab_size`` counts the rows of the embedding, not the tokenizer's entries. ``rope_parameters`` is the dictionary
-    of the full-attention layers. ``embed_scale`` multiplies the embedding rows (Gemma: sqrt(hidden_size)).
+    of the full-attention layers, without what only says how the target splits its own heads.
+    ``embed_scale`` multiplies the embedding rows (Gemma: sqrt(hidden_size)); ``logit_scale`` multiplies the LM head's
+    logits, before ``final_logit_softcap``. ``intermediate_size`` is that of dense layers where there are such, else
+    that of an expert.
     """
 
     model_type: str
@@ -34,6 +37,11 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...] = ()
     final_logit_softcap: Optional[float] = None
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    full_head_dim: Optional[int] = None  # these four: of full-attention layers that have heads of their own (Gemma 4)
+    full_kv_heads: Optional[int] = None
+    keys_are_values: Optional[bool] = None  # values are made of the keys' projection
+    full_rope_parameters: Optional[dict[str, Any]] = None
 
     @classmethod
     def from_hf_config(cls, config: Any, *, vocab_rows: Optional[int] = None,
@@ -47,10 +55,10 @@ class TargetSpec:
         rope = _rope_parameters(text)
         heads = text.num_attention_heads
         return cls(
-            model_type=config.model_type, hidden_size=text.hidden_size, intermediate_size=text.intermediate_size,
+            model_type=config.model_type, hidden_size=text.hidden_size, intermediate_size=_intermediate(text),
             num_layers=text.num_hidden_layers, num_heads=heads,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            num_kv_heads=_of_most_layers(text, "num_key_value_heads") or heads,
+            head_dim=_of_most_layers(text, "head_dim") or text.hidden_size // heads,
             vocab_size=vocab_rows or text.vocab_size, rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta", 10000.0)), rope_parameters=rope,
             max_position_embeddings=int(getattr(text, "max_position_embeddings", 0) or 0),
@@ -59,6 +67,8 @@ class TargetSpec:
             bos_token_id=getattr(text, "bos_token_id", None),
             eos_token_ids=_merge_ids(getattr(text, "eos_token_id", None), eos_token_ids),
             final_logit_softcap=getattr(text, "final_logit_softcapping", None), embed_scale=_embed_scale(text),
+            logit_scale=1.0 / float(getattr(text, "logits_scaling", None) or 1.0),
+            **_full_attention(text),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,15 +76,47 @@ class TargetSpec:
         return asdict(self)
 
 
+def _of_most_layers(config: Any, name: str) -> Optional[int]:
+    """An attribute that some layers may have their own value of (Gemma 4's full-attention layers)."""
+    own = vars(config)
+    value: Optional[int] = own[name] if name in own else getattr(config, name, None)
+    return value
+
+
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """RoPE parameters of the full-attention layers: some models keep one dictionary per layer type."""
+    """RoPE parameters of the full-attention layers: some models keep one dictionary per layer type.
+
+    A drafter turns its whole heads: what a target says about turning a part of its own (``partial_rotary_factor``,
+    type ``proportional``) or about images (``mrope_*``) is left out.
+    """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    if isinstance(parameters.get("full_attention"), dict):
-        parameters = dict(parameters["full_attention"])
+    for kind in ("full_attention", "main"):
+        if isinstance(parameters.get(kind), dict):
+            parameters = dict(parameters[kind])
+            break
+    for key in [key for key in parameters if key == "partial_rotary_factor" or key.startswith("mrope_")]:
+        del parameters[key]
     if "rope_theta" not in parameters and getattr(config, "rope_theta", None) is not None:
         parameters["rope_theta"] = config.rope_theta
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if parameters["rope_type"] == "proportional":
+        parameters["rope_type"] = "default"
     return parameters
+
+
+def _full_attention(text: Any) -> dict[str, Any]:
+    """Heads and RoPE of the full-attention layers of the Gemma 4 family; nothing for others."""
+    if not str(text.model_type).startswith("gemma4"):
+        return {}
+    layer = text.per_layer_config["full_attention"]
+    return {"full_head_dim": layer.head_dim, "full_kv_heads": layer.num_key_value_heads,
+            "keys_are_values": bool(getattr(text, "attention_k_eq_v", False)),
+            "full_rope_parameters": dict(text.rope_parameters["full_attention"])}
+
+
+def _intermediate(config: Any) -> int:
+    size = getattr(config, "intermediate_size", None) or getattr(config, "moe_intermediate_size", None)
+    return int(size)
 
 
 def _merge_ids(configured: Any, extra: Iterable[int]) -> tuple[int, ...]:
@@ -96,7 +138,8 @@ def check_shape(spec: TargetSpec, shape: TargetShape) -> None:
     """
     differing = [
         f"{name} is {getattr(spec, name)!r} but target.shape.{name} says {promised!r}"
-        for name, promised in asdict(shape).items() if promised != MISSING and promised != getattr(spec, name)
+        for name, promised in asdict(shape).items()
+        if promised not in (MISSING, None) and promised != getattr(spec, name)
     ]
     if differing:
         raise InputRefused(

@@ -28,6 +28,8 @@ def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str)
                for key in ("global_batch_size", "num_anchors", "precision", "ema_decay")}
     values: dict[str, Any] = {"target_fingerprint": target, "data_fingerprint": data, "seed": training_seed(config)}
     values |= {"start.warm_start": config.drafter.warm_start, "start.init_from": start_hash(config.drafter.init_from)}
+    if shape.v4 is not None:
+        values["drafter.router_bias_rate"] = config.drafter.v4.router_bias_rate
     for prefix, part in (("drafter", asdict(shape)), ("objective", objective), ("trainer", trainer),
                          ("optimizer", asdict(config.optimizer))):
         values |= {f"{prefix}.{key}": _plain(value) for key, value in part.items()}

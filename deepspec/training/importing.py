@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from deepspec.drafters.config import shape_from_config
+from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.layouts import SHARED_NAMES, deepspec_values, layout_of
 from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.v4.config import completed, is_v4_config
+from deepspec.drafters.v4.names import SHARED
+from deepspec.drafters.v4.release import from_release
 from deepspec.errors import InputRefused
 
-_SHARED_NAMES = (*SHARED_NAMES, "model.embed_tokens.weight")
+_SHARED_NAMES = (*SHARED_NAMES, "model.embed_tokens.weight", *SHARED)
 _HEAD = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
@@ -55,8 +59,10 @@ def read_drafter(folder: Path, target_layers: Optional[int] = None) -> tuple[Dra
     ``target_layers``: depth of the target, for layouts that do not say. Raises InputRefused for what cannot be read.
     """
     values = read_values(folder)
+    if is_v4_config(values):
+        return _read_stages(Path(folder), values)
     where = f"{folder} ({layout_of(values)} layout)"
-    tensors = read_tensors(folder)
+    tensors = without_scalars(read_tensors(folder), Path(folder))
     try:
         values = deepspec_values(values, target_layers=target_layers)
         if values.get("markov_rank") == 1 and not values.get("enable_confidence_head") and _empty_head(tensors):
@@ -73,6 +79,20 @@ def read_drafter(folder: Path, target_layers: Optional[int] = None) -> tuple[Dra
     return shape, tensors
 
 
+def _read_stages(folder: Path, values: dict[str, Any]) -> tuple[DrafterShape, dict[str, Tensor]]:
+    """The DeepSeek-V4 style drafter of an export, or of a release that holds it beside its target's tensors."""
+    shape, found = shape_from_config(values), {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as stored:
+                found |= {name: stored.get_tensor(name) for name in stored.keys()
+                          if name.startswith("mtp.") or name in SHARED}
+        except (OSError, SafetensorError) as error:
+            raise InputRefused(f"{path} cannot be read ({error}). Copy it again.") from None
+    shared = {name: found[name] for name in SHARED if name in found}
+    return shape, shared | from_release(found, completed(values), str(folder))
+
+
 def own_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the copies of the target's two matrices."""
     return {name: value for name, value in tensors.items() if name not in _SHARED_NAMES}
@@ -80,8 +100,8 @@ def own_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_shared(tensors: dict[str, Tensor], shared: SharedWeights, where: Path) -> None:
     """Refuse copies of embedding or LM head that are not this target's: the drafter belongs to another one."""
-    for names, matrix in ((("embed_tokens.weight", "model.embed_tokens.weight"), shared.embed),
-                          (("lm_head.weight",), shared.lm_head)):
+    for names, matrix in ((("embed_tokens.weight", "model.embed_tokens.weight", SHARED[0]), shared.embed),
+                          (("lm_head.weight", SHARED[1]), shared.lm_head)):
         for name in names:
             stored = tensors.get(name)
             if stored is None:

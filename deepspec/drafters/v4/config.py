@@ -23,15 +23,16 @@ def v4_keys(shape: DrafterShape) -> dict[str, Any]:
     """Keys besides those of every drafter's config.json (the caller has width, vocabulary, RoPE and token ids)."""
     of = shape.v4
     assert of is not None
+    depth = shape.num_target_layers
     return {
-        "architectures": [ARCHITECTURE], "model_type": "deepseek_v4", "num_hidden_layers": shape.num_target_layers,
+        "architectures": [ARCHITECTURE], "model_type": "deepseek_v4", "num_hidden_layers": depth,
         "moe_intermediate_size": shape.intermediate_size, "num_key_value_heads": 1, "q_lora_rank": of.q_lora_rank,
         "o_groups": of.o_groups, "o_lora_rank": of.o_lora_rank, "qk_rope_head_dim": of.rope_head_dim,
         "partial_rotary_factor": of.rope_head_dim / shape.head_dim, "hc_mult": of.hc_mult,
         "hc_sinkhorn_iters": of.hc_sinkhorn_iters, "hc_eps": of.hc_eps, "n_routed_experts": of.num_experts,
         "n_shared_experts": 1, "num_experts_per_tok": of.experts_per_token, "scoring_func": "sqrtsoftplus",
         "norm_topk_prob": True, "routed_scaling_factor": of.routed_scaling_factor, "swiglu_limit": of.swiglu_limit,
-        "sliding_window": shape.sliding_window, "num_nextn_predict_layers": 1, "n_mtp_layers": shape.num_layers,
+        "sliding_window": shape.sliding_window, "compress_ratios": [0] * (depth + shape.num_layers), "num_nextn_predict_layers": 1, "n_mtp_layers": shape.num_layers,
         "dspark_block_size": shape.block_size, "dspark_noise_token_id": shape.mask_token_id,
         "dspark_target_layer_ids": list(shape.feature_layers), "dspark_markov_rank": shape.markov_rank,
         "enable_confidence_head": shape.confidence_head, "confidence_head_with_markov": shape.confidence_with_markov,

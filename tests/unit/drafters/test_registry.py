@@ -56,11 +56,6 @@ def test_options_that_do_not_fit_are_named(target: dict[str, Any], options: dict
     assert named in str(caught.value)
 
 
-def test_rope_that_the_drafter_cannot_reproduce_is_refused() -> None:
-    with pytest.raises(ConfigError, match="longrope"):
-        made(dataclasses.replace(SPEC, rope_parameters={"rope_type": "longrope"}))
-
-
 def test_weights_of_another_target_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\(61, 32\)"):
         build_drafter(SHAPE, shared_weights(shape(vocab_size=62)))
