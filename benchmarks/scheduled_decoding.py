@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scheduled_decoding.py runs/tiny 1 4 16 32
 
-The profile is measured here, the three ways take turns on the same prompts, and times are CPU seconds of this process,
-so that other jobs on the machine disturb little; what they still do only slows, so the best repeat counts and the
-median stands beside it. Answers have one length (end-of-turn tokens do not stop them), or chance in their lengths would
-decide. Prints one JSON line: per batch size tokens per CPU second of each way (best repeat), ``ratio``: scheduled
-against the better of the other two, and ``ratio_of_medians``.
+The profile is measured here. The three ways decode the same prompts, a few rounds in turn, and times are CPU seconds,
+so that whatever else the machine does hits all three alike. Answers have one length (end-of-turn tokens do not stop
+them), or chance in their lengths would decide. Prints one JSON line: per batch size tokens per CPU second of each way
+over all repeats, ``ratio``: scheduled against the better of the other two, and ``spread``: the lowest and highest of
+the repeats' ratios.
 """
 
 import json
@@ -14,10 +14,10 @@ import logging
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspec.calibration import Calibration
@@ -27,7 +27,7 @@ from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config, ProfileConfig
 from deepspec.decoding.cost import CostTable
 from deepspec.decoding.decoder import SpeculativeDecoder
-from deepspec.decoding.types import DecodeRequest
+from deepspec.decoding.types import DecodeRequest, DecodeTimings
 from deepspec.profiling.measure import Measurement, grid, measure
 from deepspec.profiling.runner import DecoderRunner
 from deepspec.profiling.scheduler import recorded_logits, scheduler_factory
@@ -35,7 +35,9 @@ from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
 from deepspec.training.session import RunSession, load_run
 
+MODES = ("none", "fixed", "scheduled")
 REPEATS = 4
+TURN = 8  # rounds before the next way has its turn: few enough for one state of the machine
 TOKENS = 48
 
 
@@ -73,6 +75,33 @@ def ratio(speeds: dict[str, float]) -> float:
     return speeds["scheduled"] / max(speeds["none"], speeds["fixed"])
 
 
+def decode(session: RunSession, requests: list[DecodeRequest], size: int, scheduler: Any,
+           seed: int) -> dict[str, DecodeTimings]:
+    """The ways' timings of the same requests, their rounds in turn until each is done."""
+    decoders = {mode: SpeculativeDecoder(
+        session.target, session.drafter, Sampling(temperature=1.0, seed=seed), batch_size=size, max_new_tokens=TOKENS,
+        mode=mode, scheduler=scheduler if mode == "scheduled" else None, ignore_eos=True) for mode in MODES}
+    for decoder in decoders.values():
+        decoder.clock = time.process_time
+    running = [decoder.rounds(requests) for decoder in decoders.values()]
+    while running:
+        running = [rounds for rounds in running if sum(1 for _ in islice(rounds, TURN)) == TURN]
+        running.reverse()  # plain and scheduled decoding find the caches as warm as each other, on average
+    return {mode: decoder.timings for mode, decoder in decoders.items()}
+
+
+def measured(session: RunSession, requests: list[DecodeRequest], size: int, make: Any) -> dict[str, Any]:
+    """One row of the result."""
+    found = [decode(session, requests, size, make("scheduled"), repeat) for repeat in range(REPEATS + 1)][1:]
+    speeds = {mode: sum(one[mode].tokens for one in found) / sum(one[mode].total_seconds for one in found)
+              for mode in MODES}  # the first repeat allocates and is left out
+    single = [ratio({mode: timings.tokens / timings.total_seconds for mode, timings in one.items()}) for one in found]
+    drafted = sum(one["scheduled"].draft_steps for one in found) / sum(one["scheduled"].steps for one in found)
+    return {"batch_size": size, **{mode: round(value, 2) for mode, value in speeds.items()},
+            "rounds_that_drafted": round(drafted, 3), "ratio": round(ratio(speeds), 4),
+            "spread": [round(min(single), 4), round(max(single), 4)]}
+
+
 def main() -> None:
     """Print the line."""
     logging.basicConfig(level=logging.WARNING)
@@ -83,29 +112,7 @@ def main() -> None:
     known = recorded_logits(run_dir(config) / "confidence" / "records.npz", session.drafter_sha256)
     make = scheduler_factory(cost, session.drafter.shape.draft_length, config.scheduler, calibration(config, session),
                              logits=known)
-    rows = []
-    for size in sizes:
-        speeds: dict[str, list[float]] = {"none": [], "fixed": [], "scheduled": []}
-        drafted = []
-        for repeat in range(REPEATS + 1):
-            requests = requests_of(config, max(4, 2 * size))
-            for mode, found in speeds.items():
-                decoder = SpeculativeDecoder(
-                    session.target, session.drafter, Sampling(temperature=1.0, seed=repeat), batch_size=size,
-                    max_new_tokens=TOKENS, mode=mode, scheduler=make(mode) if mode == "scheduled" else None)
-                decoder.clock = time.process_time
-                decoder._stop_ids = frozenset()
-                for _ in decoder.decode(requests):
-                    continue
-                if repeat:  # the first pass allocates
-                    found.append(decoder.timings.tokens / decoder.timings.total_seconds)
-                    if mode == "scheduled":
-                        drafted.append(decoder.timings.draft_steps / decoder.timings.steps)
-        best = {mode: max(values) for mode, values in speeds.items()}
-        medians = {mode: float(np.median(values)) for mode, values in speeds.items()}
-        rows.append({"batch_size": size, **{mode: round(value, 2) for mode, value in best.items()},
-                     "rounds_that_drafted": round(float(np.mean(drafted)), 3),
-                     "ratio": round(ratio(best), 4), "ratio_of_medians": round(ratio(medians), 4)})
+    rows = [measured(session, requests_of(config, max(4, 2 * size)), size, make) for size in sizes]
     sys.stdout.write(json.dumps({"benchmark": "scheduled_decoding", "run": Path(sys.argv[1]).name, "rows": rows,
                                  "repeats": REPEATS, "tokens_per_answer": TOKENS, "torch": torch.__version__}) + "\n")
 

@@ -43,7 +43,7 @@ class SimulateConfig:
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])  # users with one request in flight
     arrival_rates: list[float] = field(default_factory=list)  # requests per second (Poisson), simulated as well
     requests: int = 96  # of each simulation
-    policies: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled"])  # and asynchronous
+    policies: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled", "asynchronous"])
     domain_mix: dict[str, float] = field(default_factory=dict)  # weight of each domain; empty: as recorded
     prompt_tokens: Optional[int] = None  # of every prompt; null: as recorded
     answer_tokens: Optional[int] = None  # of every answer; null: as recorded

@@ -67,6 +67,13 @@ class SpeculativeDecoder:
 
         Raises InputRefused for an empty prompt or an id that occurs twice.
         """
+        for finished in self.rounds(requests):
+            if on_round is not None:
+                on_round(self.timings)
+            yield from finished
+
+    def rounds(self, requests: Iterable[DecodeRequest]) -> Iterator[list[DecodeResult]]:
+        """``decode`` step by step: the answers that finished in each. Raises as ``decode`` does."""
         waiting = deque(requests)
         self._check(waiting)
         self.timings = DecodeTimings()
@@ -76,10 +83,7 @@ class SpeculativeDecoder:
         self._open(min(self.batch_size, len(waiting)), min(longest, 512))
         while waiting or any(row is not None for row in self._rows):
             self._admit(waiting)
-            finished = self._round()
-            if on_round is not None:
-                on_round(self.timings)
-            yield from finished
+            yield self._round()
 
     def _open(self, slots: int, capacity: int) -> None:
         """Empty rows and caches; they grow beyond ``capacity`` tokens when a row needs it."""
@@ -249,12 +253,14 @@ class SpeculativeDecoder:
             if row.finish_reason is None:
                 spans.append((slot, start, verified))  # what the row has cached now ends with them
         if self._drafts is not None and spans:
-            wanted = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
-            # A copy of what is needed: a slice would keep the features of the whole step alive.
-            copied = features[torch.from_numpy(wanted).to(features.device)]
-            for (slot, _, _), part in zip(spans, copied.split([count for _, _, count in spans])):
+            counts = [count for _, _, count in spans]
+            if sum(counts) < len(features):
+                wanted = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
+                # A copy of what is needed: a slice would keep the features of the whole step alive.
+                features = features[torch.from_numpy(wanted).to(features.device)]
+            for (slot, _, count), part in zip(spans, features.split(counts)):
                 row = self._rows[slot]
-                self._drafts.append(slot, part, row.ids[row.cached - len(part) + 1:row.cached + 1])
+                self._drafts.append(slot, part, row.ids[row.cached - count + 1:row.cached + 1])
         return kept
 
     def _log(self, step: Step, kept: dict[int, Kept], outcomes: dict[int, Outcome],

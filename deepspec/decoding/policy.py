@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepspec.calibration import Calibration, sigmoid, survival_probability
 from deepspec.decoding.cost import RoundCost
-from deepspec.decoding.drift import CostDrift, trial_gap
+from deepspec.decoding.drift import CostDrift, Trials, trial_gap
 from deepspec.scheduling import Floats, Ints, schedule_budget, schedule_prefixes
 
 _HISTORY = 128  # blocks whose survival the next decision is made from
@@ -46,7 +46,8 @@ class ThroughputScheduler:
                 its method, which may be another than temperatures.
             policy: early_stop (Algorithm 1) | lagged (Sec. 5.2).
             min_gain: predicted share of throughput below which it is not worth drafting.
-            probe_share: share of the throughput that trying the choice predicted to be worse may cost.
+            probe_share: share of the throughput that trying the choice predicted to be worse may cost at first; trials
+                that change nothing become rarer.
             max_verify: most draft tokens of a request in one round; None: K.
             floor: tokens per second promised to every request; 0: none.
             drift: corrects the profile by the time that settled rounds took, here and in earlier decodes. Decisions
@@ -93,6 +94,7 @@ class ThroughputScheduler:
         self.trial = False  # whether the round that drafts now only looks whether it would pay: a few requests will do
         self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
+        self._trials = Trials() if self.drift is None else self.drift.trials
         # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without.
         self._verdicts: dict[int, tuple[int, float, float]] = {}
 
@@ -137,9 +139,11 @@ class ThroughputScheduler:
         if self.drift is not None and advantage < _CLOSE and self._idle > 1 and self.drift.lacks(requests, not pays):
             self._idle = 0  # a close call: a few rounds of the other kind, every second one, before it is trusted
             return not pays
-        if self._idle < trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP):
+        if self._idle < trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP,
+                                  self._trials.failed(requests, pays)):
             return pays
         self._idle = 0
+        self._trials.count(requests, pays)
         self.trial = not pays
         return not pays
 

@@ -113,7 +113,8 @@ class Simulation:
         if drafting:
             lengths = self._lengths.choose(self._logits(asked), np.array([self._left(row) for row in asked]))
         prompts = self._feed_prompts()
-        self._now += self._price(ready, lengths, prompts)
+        seconds = self._price(ready, lengths, prompts)
+        self._now += seconds
         outcome = self._outcome
         outcome.steps += 1
         outcome.draft_steps += drafting
@@ -123,6 +124,8 @@ class Simulation:
         outcome.verified += int(lengths.sum())
         outcome.prefill_tokens += prompts
         self._keep(ready, asked, lengths)
+        if not prompts:
+            self._lengths.took(len(ready), len(ready) + int(lengths.sum()), drafting, seconds)
         for row in self._active:
             if not row.decoding and row.prefilled == row.prompt_tokens:
                 self._gain(row, 1)

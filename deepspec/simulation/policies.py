@@ -53,3 +53,8 @@ class Lengths:
         """Tell the scheduler what became of the round."""
         if self._scheduler is not None and self._survival is not None:
             self._scheduler.observe(self._survival, known, accepted)
+
+    def took(self, requests: int, batch_tokens: int, drafted: bool, seconds: float) -> None:
+        """Tell the scheduler how long a step without prompts took, as the decoder does."""
+        if self._scheduler is not None:
+            self._scheduler.observe_seconds(requests, batch_tokens, drafted, seconds)

@@ -1,25 +1,26 @@
 """Stage: serving simulated from this run's profile and acceptance, and that of other runs."""
 
+import json
 import logging
-import sys
 from dataclasses import asdict
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Optional
 
 from deepspec import distributed
 from deepspec.artifacts import SCHEMA_VERSION, atomic_write_json
 from deepspec.calibration import ConfidenceRecords
 from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import Config, draft_length
+from deepspec.data.progress import Progress
 from deepspec.data.responses import read_responses
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.errors import InputRefused
 from deepspec.profiling.scheduler import trusted_cost
+from deepspec.simulation.against import TOLERANCE, Comparison, against_evaluation
 from deepspec.simulation.costs import StepCosts
 from deepspec.simulation.recommend import Recommendation, as_json, recommend
 from deepspec.simulation.subjects import TRACES_FILE, Subject, calibrated, other_subject, read_profile_header
-from deepspec.simulation.sweep import Point, loads_of, sweep
+from deepspec.simulation.sweep import Point, check_loads, loads_of, sweep
 from deepspec.simulation.traces import Traces, traces_from_records, traces_of
 from deepspec.stages.confidence_prompts import held_out_requests
 from deepspec.targets.sampling import Sampling
@@ -93,6 +94,25 @@ def find_run(name: str, config: Config) -> Path:
     raise InputRefused(f"runs: {name!r} is neither a directory nor a run beside {run_dir(config)}. Correct the name.")
 
 
+def measured_before(config: Config, subject: Subject, hardware: Optional[str]) -> list[Comparison]:
+    """The simulation beside the run's own evaluation, with a warning where they do not agree; empty without one."""
+    path = run_dir(config) / "evaluation.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        found = against_evaluation(subject, report, config.scheduler, hardware=hardware, seed=config.run.seed)
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be compared with the simulation (%r)", path, error)
+        return []
+    for item in found:
+        if not item.agrees:
+            log.warning("%s: more than %.0f %% apart. The machine was busier during one of the two, or the profile is "
+                        "out of date: measure both again on a quiet machine (launch/profile_throughput.py, "
+                        "launch/evaluate_drafter.py)", item, 100 * TOLERANCE)
+    return found
+
+
 def run(config: Config) -> None:
     """Write ``simulation.json``: the points of Figs. 7 and 8, and a recommendation per load."""
     if distributed.rank() != 0:
@@ -101,16 +121,22 @@ def run(config: Config) -> None:
     subjects = [own_subject(config)]
     header = read_profile_header(run_dir(config))
     subjects += [other_subject(find_run(name, config), header) for name in config.runs]
+    check_loads(options, min(subject.costs.largest_requests for subject in subjects))
+    for users in sorted(set(options.concurrency)):
+        if users > options.max_concurrent:
+            log.info("%d users: the engine runs simulate.max_concurrent=%d requests at a time, the others wait for "
+                     "their turn", users, options.max_concurrent)
     total = len(subjects) * len(options.policies) * len(loads_of(options))
-    with tqdm(total=total, desc="simulate", unit="point", disable=not sys.stderr.isatty()) as bar:
+    with Progress("simulate", total, "points") as bar:
         points = sweep(subjects, options, config.scheduler, seed=config.run.seed, progress=bar.update)
     advice = recommend(subjects, options, config.scheduler, seed=config.run.seed)
+    compared = measured_before(config, subjects[0], header.get("hardware"))
     atomic_write_json(run_dir(config) / SIMULATION_FILE, {
         "schema_version": SCHEMA_VERSION, "drafters": [_describe(subject) for subject in subjects],
         "hardware": header.get("hardware"), "engine": header.get("engine"), "workload": asdict(options),
         "scheduler": asdict(config.scheduler), "points": [asdict(point) for point in points],
-        "recommendations": as_json(advice)})
-    for line in table(points, advice):
+        "against_evaluation": [asdict(item) for item in compared], "recommendations": as_json(advice)})
+    for line in table(points, advice, compared):
         log.info("%s", line)
 
 
@@ -123,12 +149,13 @@ def _describe(subject: Subject) -> dict[str, object]:
             "calibrated": subject.calibration is not None}
 
 
-def table(points: list[Point], advice: list[Recommendation]) -> list[str]:
-    """Lines of text: the points, then the recommendations."""
+def table(points: list[Point], advice: list[Recommendation], compared: list[Comparison]) -> list[str]:
+    """Lines of text: the points, the comparison with the evaluation, then the recommendations."""
     lines = [f"{'drafter':20s} {'decoding':14s} {'load':>12s}  tokens/s  per user  verified  accepted"]
     for point in points:
         load = f"{point.concurrency} users" if point.arrival_rate is None else f"{point.arrival_rate:g} req/s"
         lines.append(f"{point.drafter or '-':20s} {point.policy:14s} {load:>12s} {point.tokens_per_second:9.1f} "
                      f"{point.tokens_per_second_per_user:9.1f} {point.verify_budget:9.2f} "
                      f"{point.acceptance_length:9.2f}")
+    lines += [str(item) for item in compared]
     return lines + [f"{item.concurrency} users: {item.reason}" for item in advice]

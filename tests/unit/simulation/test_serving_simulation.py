@@ -133,6 +133,14 @@ def test_the_scheduler_stops_drafting_when_it_does_not_pay() -> None:
         assert (outcome.draft_steps < 0.1 * outcome.steps) is not drafts
 
 
+def test_a_close_call_is_settled_by_the_clock_of_the_simulation_and_not_tried_for_ever() -> None:
+    """Drafting gains a tenth here: the first rounds try plain decoding, later ones only at the rate of trials."""
+    found = traces([[1] * 400], answer=800, logits=np.full((400, 4), 0.0, dtype=np.float32))
+    subject = Subject("x", found, costs(base=8.0, per_token=0.2, draft=6.0))
+    outcome = serve(found, subject.costs, subject.policy("scheduled", SchedulerConfig()))
+    assert 0.9 < outcome.draft_steps / outcome.steps < 1.0
+
+
 def test_traces_from_records_follow_conversations() -> None:
     origin = RecordsOrigin(2, "d" * 64, 1.0, (1.0, 1.0))
     records = ConfidenceRecords(

@@ -1,6 +1,7 @@
 """The stage as a user runs it: with confidence records, without a head, and beside other runs."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def test_points_and_advice_for_every_load_and_drafter(config: Any, tmp_path: Pat
     values = json.loads((tmp_path / "own" / "simulation.json").read_text())
     assert [row["name"] for row in values["drafters"]] == ["own", "other"]
     assert [row["layers"] for row in values["drafters"]] == [2, 5]
-    # Plain decoding once, two ways of each drafter; two loads and an arrival rate.
-    assert len(values["points"]) == (1 + 2 * 2) * 3
+    # Plain decoding once, three ways of each drafter; two loads and an arrival rate.
+    assert len(values["points"]) == (1 + 2 * 3) * 3
     own, other = (next(point for point in values["points"] if point["drafter"] == name and point["policy"] == "fixed"
                        and point["concurrency"] == 1) for name in ("own", "other"))
     assert own["acceptance_length"] > other["acceptance_length"]
@@ -125,4 +126,38 @@ def test_without_a_confidence_head_prompts_are_decoded(config: Any, tmp_path: Pa
     simulate.run(config)
     values = json.loads((tmp_path / "own" / "simulation.json").read_text())
     assert values["drafters"][0]["calibrated"] is False
-    assert {point["policy"] for point in values["points"]} == {"none", "fixed", "scheduled"}
+    assert {point["policy"] for point in values["points"]} == {"none", "fixed", "scheduled", "asynchronous"}
+
+
+def test_the_evaluation_of_the_run_is_compared_and_a_mismatch_is_told(config: Any, tmp_path: Path,
+                                                                      caplog: pytest.LogCaptureFixture) -> None:
+    own = run_folder(tmp_path / "own")
+    seconds = 2 * (0.021 * 29 + 0.03)  # two answers of 30 tokens, one at a time; the prompt costs what it costs
+    row = {"domain": "math", "num_prompts": 2, "tokens": 60, "tokens_per_second": 60 / seconds}
+    setting = {"decoding": "none", "batch_size": 1, "temperature": 1.0, "benchmarks": {"held_out-math": row}}
+    slow = dict(setting, benchmarks={"held_out-math": dict(row, tokens_per_second=20 / seconds)})
+    other = dict(setting, temperature=0.0)
+    report = {"drafter": SHA, "hardware": "A", "max_new_tokens": 64, "settings": {"plain": setting, "greedy": other}}
+    (own / "evaluation.json").write_text(json.dumps(report))
+    simulate.run(config)
+    values = json.loads((own / "simulation.json").read_text())["against_evaluation"]
+    assert [item["setting"] for item in values] == ["plain"] and abs(values[0]["error"]) < 0.1
+    assert "apart" not in caplog.text
+    (own / "evaluation.json").write_text(json.dumps(report | {"settings": {"plain": slow}}))
+    with caplog.at_level(logging.WARNING):
+        simulate.run(config)
+    assert "none decoding of 1 requests at a time" in caplog.text and "profile_throughput" in caplog.text
+
+
+def test_more_users_than_slots_take_turns_and_far_loads_are_refused(config: Any, tmp_path: Path) -> None:
+    run_folder(tmp_path / "own")
+    config.simulate.concurrency, config.simulate.max_concurrent = [4, 100000], 4
+    config.simulate.policies = ["none"]
+    simulate.run(config)
+    few, many = json.loads((tmp_path / "own" / "simulation.json").read_text())["points"]
+    assert many["tokens_per_second"] == pytest.approx(few["tokens_per_second"], rel=1e-9)
+    assert many["tokens_per_second_per_user"] == pytest.approx(few["tokens_per_second_per_user"] * 4 / 100000)
+    assert few["wait_seconds"] == 0.0 and many["wait_seconds"] > 1000 and not many["extrapolated"]
+    config.simulate.max_concurrent = 100000
+    with pytest.raises(InputRefused, match="simulate.concurrency=100000.*4 at most; beyond 256"):
+        simulate.run(config)
