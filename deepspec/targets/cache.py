@@ -4,7 +4,7 @@ Shapes: T new tokens of a flat batch, R rows, q new tokens of a row, H query hea
 d head width, C capacity of every row. One step may mix rows that prefill with rows that decode or verify.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Optional, Sequence
 
 import numpy as np
@@ -19,18 +19,17 @@ _SHORT = 16  # rows with at most so many new tokens are attended together, padde
 class PackedCache:
     """Keys and values of ``rows`` independent sequences; ``lengths[row]`` tokens of each are valid.
 
-    ``keys[layer]`` and ``values[layer]`` are [rows, Hkv, capacity, d]. What lies beyond a row's length is garbage.
+    ``keys[layer]`` and ``values[layer]`` are [rows, Hkv, capacity, d], made when the layer's first keys arrive: heads
+    and widths may differ from layer to layer. What lies beyond a row's length is garbage.
     """
 
-    def __init__(self, rows: int, capacity: int, *, num_layers: int, num_kv_heads: int, head_dim: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, capacity: int) -> None:
         if rows < 1:
             raise ValueError(f"rows={rows}: a cache needs at least one row")
         self.lengths: list[int] = [0] * rows
-        shape = (rows, num_kv_heads, max(1, capacity), head_dim)
-        # Zeros, not empty: masked garbage still meets a multiplication, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.capacity = max(1, capacity)  # tokens a row can hold before the buffers grow
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
 
     @property
     def rows(self) -> int:
@@ -38,14 +37,17 @@ class PackedCache:
         return len(self.lengths)
 
     @property
-    def capacity(self) -> int:
-        """Tokens a row can hold before the buffers grow."""
-        return self.keys[0].shape[2]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in [*self.keys, *self.values])
+        return sum(buffer.numel() * buffer.element_size() for buffer in [*self.keys.values(), *self.values.values()])
+
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers of ``layer``, shaped after keys and values [1, Hkv, T, d] of its first tokens."""
+        if layer not in self.keys:
+            for buffers, new in ((self.keys, key), (self.values, value)):
+                # Zeros, not empty: masked garbage still meets a multiplication, and 0 * NaN is NaN.
+                buffers[layer] = new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[-1])
+        return self.keys[layer], self.values[layer]
 
     def truncate(self, row: int, length: int) -> None:
         """Forget everything from position ``length`` on in ``row``; 0 empties the row."""
@@ -60,11 +62,12 @@ class PackedCache:
         grown = max(capacity, 2 * self.capacity)
         used = max(self.lengths)
         for buffers in (self.keys, self.values):
-            for layer, old in enumerate(buffers):
+            for layer, old in buffers.items():
                 rows, heads, _, width = old.shape
                 new = old.new_zeros(rows, heads, grown, width)
                 new[:, :, :used] = old[:, :, :used]
                 buffers[layer] = new
+        self.capacity = grown
 
 
 @dataclass(frozen=True)
@@ -99,34 +102,40 @@ class _ShortRows:
 class CacheLayout:
     """One step: ``counts[i]`` new tokens for ``rows[i]``, flat in that order; the rest of the cache stays untouched."""
 
-    def __init__(self, cache: PackedCache, rows: Sequence[int], counts: Sequence[int]) -> None:
-        _check_step(cache, rows, counts)
+    def __init__(self, cache: PackedCache, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+        check_step(cache.rows, rows, counts)
         starts = [cache.lengths[row] for row in rows]
         ends = [start + count for start, count in zip(starts, counts)]
         cache.reserve(max(ends))
         self.cache = cache
-        device = cache.keys[0].device
-        _, heads, capacity, _ = cache.keys[0].shape
         first = np.concatenate([[0], np.cumsum(counts)])
         offsets = np.arange(first[-1]) - np.repeat(first[:-1], counts)
         positions = offsets + np.repeat(starts, counts)
-        slots = (np.repeat(rows, counts)[:, None] * heads + np.arange(heads)) * capacity + positions[:, None]
         self.positions = torch.from_numpy(positions).to(device)  # [T]
-        self._slots = torch.from_numpy(slots.reshape(-1)).to(device)  # [T * Hkv], rows of the flattened buffers
+        self._rows, self._places = np.repeat(rows, counts)[:, None], positions[:, None]
+        self._slots: dict[int, Tensor] = {}  # by heads of a layer
         spans = [(row, int(first[i]), counts[i], starts[i]) for i, row in enumerate(rows)]
         self._long = [_LongRow(row, slice(a, a + n), start) for row, a, n, start in spans if n > _SHORT]
         self._short = _short_runs([span for span in spans if span[2] <= _SHORT], device)
 
+    def _slots_of(self, heads: int, device: torch.device) -> Tensor:
+        """[T * Hkv]: rows of a layer's flattened buffers that the new tokens fill."""
+        if heads not in self._slots:
+            slots = (self._rows * heads + np.arange(heads)) * self.cache.capacity + self._places
+            self._slots[heads] = torch.from_numpy(slots.reshape(-1)).to(device)
+        return self._slots[heads]
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, then attend, see ``PackedLayout.attend``."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        width = key.shape[-1]
+        keys, values = self.cache.layer(layer, key, value)
+        slots = self._slots_of(key.shape[1], key.device)
         for buffer, new in ((keys, key), (values, value)):
-            buffer.view(-1, width).index_copy_(0, self._slots, new[0].transpose(0, 1).reshape(-1, width))
+            width = new.shape[-1]
+            buffer.view(-1, width).index_copy_(0, slots, new[0].transpose(0, 1).reshape(-1, width))
         queries = query[0].transpose(0, 1)  # [T, H, d]
         if not self._long and len(self._short) == 1 and self._short[0].gather is None:
             return _attend_short(self._short[0], queries, keys, values, options)[None]
-        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        output = queries.new_empty(*queries.shape[:2], value.shape[-1])
         for item in self._long:
             end = item.start + item.tokens.stop - item.tokens.start
             attended = causal_attention(
@@ -147,14 +156,15 @@ class CacheLayout:
             self.cache.lengths[row] += count
 
 
-def _check_step(cache: PackedCache, rows: Sequence[int], counts: Sequence[int]) -> None:
+def check_step(total: int, rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Raise ValueError unless ``rows`` of a cache with ``total`` rows are distinct and each gets some tokens."""
     if len(rows) != len(counts) or not rows:
         raise ValueError(f"{len(rows)} rows and {len(counts)} counts: a step needs one count per row, at least one")
     if len(set(rows)) != len(rows):
         raise ValueError(f"rows={list(rows)}: a row may occur only once in a step")
     for row, count in zip(rows, counts):
-        if not 0 <= row < cache.rows:
-            raise ValueError(f"row {row} is not in a cache of {cache.rows} rows")
+        if not 0 <= row < total:
+            raise ValueError(f"row {row} is not in a cache of {total} rows")
         if count < 1:
             raise ValueError(f"row {row} has count {count}: leave rows without new tokens out of the step")
 
@@ -194,8 +204,12 @@ def _attend_short(run: _ShortRows, queries: Tensor, keys: Tensor, values: Tensor
     groups = heads // kv_heads
     chosen = queries[run.tokens] if run.gather is None else queries[run.gather]
     grouped = chosen.reshape(rows, width, kv_heads, groups, size).transpose(1, 2)
+    sinks = options.sinks
+    if sinks is not None:  # [H, 1] -> [Hkv, q * G], as the queries are laid out
+        spread = sinks.view(kv_heads, 1, groups).expand(-1, width, -1).reshape(kv_heads, width * groups)
+        options = replace(options, sinks=spread)
     attended = attend(
         grouped.reshape(rows, kv_heads, width * groups, size), keys[run.rows, :, :run.keys],
         values[run.rows, :, :run.keys], options, mask=run.mask(options, groups, queries.dtype))
-    split = attended.reshape(rows, kv_heads, width, groups, size).transpose(1, 2)
-    return split.reshape(rows * width, heads, size)
+    split = attended.reshape(rows, kv_heads, width, groups, -1).transpose(1, 2)
+    return split.reshape(rows * width, heads, -1)

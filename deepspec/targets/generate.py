@@ -7,8 +7,8 @@ from typing import Callable, Iterable, Iterator, Optional, Sequence
 import torch
 
 from deepspec.errors import InputRefused
-from deepspec.targets.cache import PackedCache
 from deepspec.targets.frozen import FrozenTarget
+from deepspec.targets.passes import RowsOfTokens
 from deepspec.targets.sampling import PURPOSE_TARGET, Sampling, pick, target_probs, uniform
 
 _PREFILL_TOKENS = 2048  # new prompts join a step up to so many tokens, so that memory stays bounded
@@ -46,7 +46,7 @@ def _check(request: GenerateRequest) -> None:
         raise InputRefused(f"Prompt {request.id!r} asks for max_tokens={request.max_tokens}; give at least 1.")
 
 
-def _admit(rows: list[Optional[_Row]], waiting: deque[GenerateRequest], cache: PackedCache) -> None:
+def _admit(rows: list[Optional[_Row]], waiting: deque[GenerateRequest], cache: RowsOfTokens) -> None:
     """Fill free rows with waiting prompts, within the prefill budget of one step but at least one."""
     budget = _PREFILL_TOKENS
     for index, row in enumerate(rows):
@@ -60,7 +60,7 @@ def _admit(rows: list[Optional[_Row]], waiting: deque[GenerateRequest], cache: P
         rows[index] = _Row(request, list(request.prompt_ids), [])
 
 
-def _advance(target: FrozenTarget, rows: list[Optional[_Row]], cache: PackedCache,
+def _advance(target: FrozenTarget, rows: list[Optional[_Row]], cache: RowsOfTokens,
              sampling: Sampling) -> dict[int, _Row]:
     """One forward over all occupied rows; appends one sampled token to each and returns them by index."""
     occupied = {index: row for index, row in enumerate(rows) if row is not None}

@@ -4,28 +4,25 @@ The decoder layers are never in memory, so a target of any size can be trained o
 D width, V rows of the embedding, T tokens.
 """
 
-import hashlib
 import json
-import logging
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from deepspec.config.schema import MISSING, TargetConfig
 from deepspec.errors import ConfigError, InputRefused
-from deepspec.targets.folder import INDEX, SINGLE, check_folder, safetensors_keys
-from deepspec.targets.frozen import check_layers, check_mask, hash_config, hash_tensor, head_logits
+from deepspec.targets.families import family_of
+from deepspec.targets.folder import check_folder
+from deepspec.targets.frozen import head_logits, refuse_streams
 from deepspec.targets.load import DTYPES, load_tokenizer, locate
+from deepspec.targets.options import check_layers, check_mask
 from deepspec.targets.quiet import quiet_transformers
 from deepspec.targets.spec import TargetSpec, check_shape
-
-log = logging.getLogger(__name__)
+from deepspec.targets.tensor_files import TensorFiles, fingerprint_of_files
 
 
 class TargetHead:
@@ -36,6 +33,7 @@ class TargetHead:
                  mask_token_id: Optional[int] = None) -> None:
         """``skeleton`` is the causal LM on the meta device. Raises InputRefused for a file without one of the parts."""
         self.name, self.tokenizer, self.dtype, self.device = name, tokenizer, dtype, torch.device(device)
+        self.family = family_of(skeleton.config.model_type, name)
         self._skeleton, self._files = skeleton, TensorFiles(folder)
         decoder = skeleton.get_decoder()
         if not isinstance(getattr(decoder, "norm", None), nn.Module):
@@ -50,7 +48,7 @@ class TargetHead:
         self.spec = TargetSpec.from_hf_config(
             skeleton.config, vocab_rows=self.embed_weight.shape[0], eos_token_ids=_generation_ends(folder) + extra)
         self.tokenizer_size = min(max(tokenizer.get_vocab().values()) + 1, self.spec.vocab_size)
-        self.feature_layers = check_layers(feature_layers, self.spec.num_layers, name)
+        self.feature_layers = check_layers(feature_layers, self.spec.num_layers, name, last=self.family.streams)
         self.mask_token_id = check_mask(mask_token_id, self.spec.vocab_size, name)
 
     def _name_of(self, module: nn.Module) -> str:
@@ -68,84 +66,22 @@ class TargetHead:
 
     @torch.no_grad()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The last layer's output [T, D] to the last hidden state [T, D]."""
+        """The last layer's output [T, D] to the last hidden state [T, D].
+
+        Raises InputRefused where that output is a mean of residual streams, which the model weighs instead.
+        """
+        refuse_streams(self.family.streams, self.name)
         return self._norm(hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """Next-token logits [T, V] float32 of ``last_hidden`` [T, D], soft-capped where the target does so."""
-        return head_logits(last_hidden.to(self.device, self.dtype), self.lm_head_weight, self.spec.final_logit_softcap)
+        """Next-token logits [T, V] float32 of ``last_hidden`` [T, D], scaled and soft-capped as the target does it."""
+        return head_logits(last_hidden.to(self.device, self.dtype), self.lm_head_weight, self.spec)
 
     @cached_property
     def fingerprint(self) -> str:
-        """FrozenTarget's, read from the files tensor by tensor.
-
-        Where the files do not hold the model's tensors as they are in memory (quantised, or experts that are joined on
-        loading), it is the hash of the tensors in the files instead, which only another head can have.
-        """
-        state = sorted(self._skeleton.state_dict().items())
-        names = {name: self._files.find(name) for name, _ in state}
-        tied = self._skeleton.config.get_text_config().tie_word_embeddings
-        if tied:
-            output = self._name_of(self._skeleton.get_output_embeddings())
-            embedding = self._name_of(self._skeleton.get_input_embeddings())
-            names[f"{output}.weight"] = self._files.find(f"{embedding}.weight")
-        plain = all(name is not None and self._files.is_float(name) for name in names.values())
-        total = hashlib.sha256(hash_config(self._skeleton.config))
-        if not plain:
-            log.info("%s: fingerprint of the files, whose tensors are not those of the loaded model", self.name)
-
-        def digest(name: str) -> bytes:
-            if not plain:
-                return hash_tensor(name, self._files.read(name))
-            return hash_tensor(name, self._files.read(str(names[name])).to(dtypes[name]))
-
-        dtypes = {name: meta.dtype for name, meta in state}
-        with ThreadPoolExecutor(4) as pool:  # hashlib releases the interpreter lock; four tensors are in memory
-            for part in pool.map(digest, dtypes if plain else sorted(self._files.names)):
-                total.update(part)
-        return total.hexdigest()
-
-
-class TensorFiles:
-    """The tensors of a model's folder, read one by one through memory maps."""
-
-    def __init__(self, folder: Path) -> None:
-        check_folder(folder)
-        index = folder / INDEX
-        if index.is_file():
-            shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._where = {name: folder / file for name, file in shards.items()}
-        else:
-            self._where = {name: folder / SINGLE for name in safetensors_keys(folder / SINGLE)}
-        self._folder = folder
-
-    @property
-    def names(self) -> Iterable[str]:
-        """Of all tensors in the files."""
-        return self._where.keys()
-
-    def find(self, name: str) -> Optional[str]:
-        """The name in the files of the model's tensor ``name``; None where there is none, or no single one."""
-        if name in self._where:
-            return name
-        tail = "." + name.removeprefix("model.")  # wrappers (image models) put more in front of it
-        found = [other for other in self._where if f".{other}".endswith(tail)]
-        return found[0] if len(found) == 1 else None
-
-    def is_float(self, name: str) -> bool:
-        """Whether a tensor is stored as plain 16 or 32 bit floating point numbers."""
-        with safe_open(self._where[name], framework="pt") as handle:
-            return handle.get_slice(name).get_dtype() in ("F32", "F16", "BF16")
-
-    def read(self, name: str) -> Tensor:
-        """Raises InputRefused, naming the folder, where the files lack it."""
-        found = self.find(name)
-        if found is None:
-            raise InputRefused(f"{self._folder} has no tensor {name!r}, so the target's embedding, LM head or final "
-                               "norm cannot be read. Use features.mode=cached or online, which load the whole target.")
-        with safe_open(self._where[found], framework="pt") as handle:
-            return handle.get_tensor(found)
+        """FrozenTarget's, read from the files tensor by tensor."""
+        return fingerprint_of_files(self._skeleton, self._files)
 
 
 def _generation_ends(folder: Path) -> list[int]:

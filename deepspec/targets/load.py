@@ -15,6 +15,7 @@ from deepspec.targets.gguf import ensure_gguf
 from deepspec.targets.micro import ensure_micro
 from deepspec.targets.quiet import quiet_transformers
 from deepspec.targets.spec import check_shape
+from deepspec.targets.tensor_files import TensorFiles
 
 _log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -40,7 +41,7 @@ def load_target(config: TargetConfig, *, device: torch.device | str, cache_dir: 
     model.to(torch.device(device))  # type: ignore[arg-type]  # transformers hides the signature behind a wrapper
     target = FrozenTarget(
         model, tokenizer, feature_layers=config.feature_layers if features else (), name=config.name,
-        mask_token_id=None if config.mask_token_id == MISSING else config.mask_token_id)
+        mask_token_id=None if config.mask_token_id == MISSING else config.mask_token_id, files=TensorFiles(folder))
     check_shape(target.spec, config.shape)
     target.self_check()
     return target

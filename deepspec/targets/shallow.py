@@ -71,15 +71,32 @@ class FirstLayers:
             return None
 
 
+def _cut(text: Any, count: int) -> int:
+    """Make a configuration describe its first ``count`` layers, or a few more, so that the last is of the same kind.
+
+    Gemma 4 takes a last layer of another kind for one that is written wrongly. Returns the number of layers.
+    """
+    total, kinds = text.num_hidden_layers, list(getattr(text, "layer_types", None) or ())
+    while kinds and count < total and kinds[count - 1] != kinds[-1]:
+        count += 1
+    if count > MOST_LAYERS:
+        raise ValueError(f"it would take {count} layers of it")
+    if count < total:
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == total:
+                setattr(text, name, value[:count])
+        if getattr(text, "num_kv_shared_layers", 0):
+            text.num_kv_shared_layers = max(0, count - total + text.num_kv_shared_layers)
+        text.num_hidden_layers = count
+    return count
+
+
 def _truncated(config: TargetConfig, cache_dir: Path, count: int, wanted: int) -> FrozenTarget:
     """The target's first ``count`` layers with hooks on those around ``wanted`` that engines can capture."""
     with quiet_transformers():
         folder = locate(config, cache_dir)
         options: Any = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-        text = options.get_text_config()
-        text.num_hidden_layers = count
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:count]
+        count = _cut(options.get_text_config(), count)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=options, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code,
             local_files_only=True, use_safetensors=True, output_loading_info=True)

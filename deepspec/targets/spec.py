@@ -115,8 +115,7 @@ def _full_attention(text: Any) -> dict[str, Any]:
 
 
 def _intermediate(config: Any) -> int:
-    size = getattr(config, "intermediate_size", None) or getattr(config, "moe_intermediate_size", None)
-    return int(size)
+    return int(getattr(config, "intermediate_size", None) or config.moe_intermediate_size)
 
 
 def _merge_ids(configured: Any, extra: Iterable[int]) -> tuple[int, ...]:

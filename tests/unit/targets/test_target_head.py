@@ -42,7 +42,8 @@ def test_is_the_whole_target_without_its_layers(tmp_path: Path, family: str, dty
         (output[0] if isinstance(output, tuple) else output)[0]))
     own = whole.encode(random_ids(20), [20])
     hook.remove()
-    assert torch.equal(head.final_norm(raw[0]), own.last_hidden)
+    if not whole.family.streams:
+        assert torch.equal(head.final_norm(raw[0]), own.last_hidden)
     logits, known = whole.logits(own.last_hidden), whole.tokenizer_size
     assert torch.equal(head.logits(own.last_hidden)[:, :known], logits[:, :known])
 
