@@ -23,26 +23,30 @@ WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"  # [1,
 
 def head_from_tensors(tensors: Mapping[str, Tensor]) -> LinearHead:
     """The linear head among a drafter's tensors, in float32."""
-    return LinearHead(tensors[WEIGHT].detach().float().cpu().numpy()[0], float(tensors[BIAS].detach().float()[0]))
+    bias = float(tensors[BIAS].detach().float()[0]) if BIAS in tensors else None
+    return LinearHead(tensors[WEIGHT].detach().float().cpu().numpy()[0], bias)
 
 
 def read_head(path: str | PathLike[str]) -> dict[str, Tensor]:
     """The confidence head's tensors of a safetensors file; nothing else of it is read."""
     with safe_open(path, framework="pt") as stored:
-        return {name: stored.get_tensor(name) for name in (WEIGHT, BIAS)}
+        names = (WEIGHT, BIAS) if BIAS in stored.keys() else (WEIGHT,)
+        return {name: stored.get_tensor(name) for name in names}
 
 
 def set_head(drafter: Any, tensors: Mapping[str, Tensor]) -> None:
     """Copy confidence head weights into ``drafter``, in the dtype it computes in."""
     with torch.no_grad():
         drafter.confidence_head.proj.weight.copy_(tensors[WEIGHT])
-        drafter.confidence_head.proj.bias.copy_(tensors[BIAS])
+        if drafter.confidence_head.proj.bias is not None:
+            drafter.confidence_head.proj.bias.copy_(tensors[BIAS])
 
 
 def save_head(path: str | PathLike[str], head: LinearHead) -> None:
     """Write the head as safetensors (float32) under the checkpoint's tensor names."""
-    tensors = {WEIGHT: torch.from_numpy(np.ascontiguousarray(head.weight, dtype=np.float32))[None],
-               BIAS: torch.tensor([head.bias], dtype=torch.float32)}
+    tensors = {WEIGHT: torch.from_numpy(np.ascontiguousarray(head.weight, dtype=np.float32))[None]}
+    if head.bias is not None:
+        tensors[BIAS] = torch.tensor([head.bias], dtype=torch.float32)
     atomic_write_bytes(path, save(tensors, metadata={"format": "pt"}))
 
 

@@ -5,6 +5,7 @@ learns from the latter, with the backbone and everything else left as it is.
 """
 
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 import torch
@@ -23,13 +24,13 @@ class LinearHead:
     """``c = sigmoid(w x + b)`` (Eq. 7) over the head's input ``[h_k ; W_1[x_{k-1}]]``."""
 
     weight: NDArray[np.float32]  # [F]
-    bias: float
+    bias: Optional[float]  # None: the layout has no bias, and a refit does not add one
 
     def logits(self, inputs: NDArray[np.float16]) -> NDArray[np.float32]:
         """[..., F] -> [...], computed in float32 in pieces (inputs are kept in half precision)."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         pieces = [flat[i:i + 4096].astype(np.float32) @ self.weight for i in range(0, len(flat), 4096)]
-        return (np.concatenate(pieces) + np.float32(self.bias)).reshape(inputs.shape[:-1])
+        return (np.concatenate(pieces) + np.float32(self.bias or 0.0)).reshape(inputs.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,22 @@ def fit_head(inputs: NDArray[np.float16], rate: Floats, validation: tuple[NDArra
     """
     values = inputs.astype(np.float32)
     mean, deviation = values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)
+    if start.bias is None:
+        mean = np.zeros_like(mean)  # moved inputs would need a bias
     scale = (np.maximum(deviation, 1e-6) * np.sqrt(values.shape[1] / 100.0)).astype(np.float32)
     features = torch.from_numpy((values - mean.astype(np.float32)) / scale)
     labels = torch.from_numpy(rate.astype(np.float32))
     weight = torch.from_numpy(start.weight * scale).requires_grad_(True)
-    bias = torch.tensor(start.bias + float(start.weight @ mean), dtype=torch.float32).requires_grad_(True)
-    optimizer = torch.optim.AdamW([weight, bias], lr=lr, weight_decay=0.0)
+    bias = torch.tensor((start.bias or 0.0) + float(start.weight @ mean), dtype=torch.float32)
+    trained = [weight] if start.bias is None else [weight, bias.requires_grad_(True)]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     steps = max(1, epochs * -(-len(labels) // _BATCH))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
 
     def raw(weight: Tensor, bias: Tensor) -> LinearHead:
         raw_weight = weight.detach().numpy() / scale
-        return LinearHead(raw_weight, float(bias.detach()) - float(raw_weight @ mean))
+        return LinearHead(raw_weight, None if start.bias is None else float(bias.detach()) - float(raw_weight @ mean))
 
     best, losses = start, [_cross_entropy(start.logits(validation[0]), validation[1])]
     for _ in range(epochs):

@@ -85,8 +85,7 @@ class DraftState:
         self._capacity = max(1, capacity)
         self._keys: Optional[Tensor] = None  # [L, S, C, Hkv, hd], made when the first projection shows the shape
         self._values: Optional[Tensor] = None
-        parameter = next(drafter.parameters())
-        self._dtype, self._device = parameter.dtype, parameter.device
+        self._dtype, self._device = drafter.dtype, next(drafter.parameters()).device
 
     def context_length(self, row: int) -> int:
         """Tokens of ``row``'s context, projected or buffered."""

@@ -16,12 +16,12 @@ def rebuild(drafter: Any, shape: Optional[DrafterShape] = None, *, embed: Option
     """A copy of ``drafter`` under another shape, other shared matrices or other tensors by name."""
     shared = SharedWeights(drafter.shared.embed if embed is None else embed,
                            drafter.shared.lm_head if lm_head is None else lm_head, drafter.shared.fingerprint)
-    parameters = dict(drafter.named_parameters())
+    parameters = drafter.tensors()
     first = next(iter(parameters.values()))
     with torch.random.fork_rng():
         copy = build_drafter(shape or drafter.shape, shared)
-    copy = copy.to(first.device, first.dtype).eval().requires_grad_(False)
-    for name, parameter in copy.named_parameters():
+    copy = copy.to(first.device).cast(drafter.dtype).eval().requires_grad_(False)
+    for name, parameter in copy.tensors().items():
         parameter.copy_((tensors or {}).get(name, parameters[name]))
     return copy
 

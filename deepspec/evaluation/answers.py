@@ -52,7 +52,7 @@ def on_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
 
 def draft_logits(drafter: Any, output: DrafterOutput, rows: Tensor) -> Tensor:
     """U_k + B_k (Eq. 4) [n, V] at ``rows`` [n] of the flattened [N * K] slots."""
-    logits = drafter.base_logits(output.hidden.flatten(0, 1)[rows])
+    logits = drafter.head_logits(output.hidden.flatten(0, 1)[rows])
     if output.transition is not None and output.output_factor is not None:
         logits = logits + exact(functional.linear(output.transition.flatten(0, 1)[rows], output.output_factor))
     return logits

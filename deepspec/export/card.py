@@ -45,7 +45,8 @@ def _block(values: Mapping[str, Any], config: Config) -> list[str]:
     if config.drafter.head == "none" and values["markov_rank"]:
         head = "none (stored as a zero Markov head of rank 1, which engines need)"
     return [
-        f"* {values['num_hidden_layers']} layers, width {values['hidden_size']}, {values['block_size']} slots, "
+        f"* {values.get('n_mtp_layers', values['num_hidden_layers'])} layers, width {values['hidden_size']}, "
+        f"{values['block_size']} slots, "
         f"**{layout.speculative_tokens(values)} draft tokens per round** "
         f"(`sample_from_anchor: {str(values['sample_from_anchor']).lower()}`)",
         f"* sequential head: {head}, rank {values['markov_rank']}; confidence head: "

@@ -111,7 +111,7 @@ def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, tar
         raise ConfigError("drafter.warm_start and drafter.init_from both say where to start. Set one of them.")
     if config.drafter.warm_start:
         assert isinstance(target, FrozenTarget), "loaded whole for a warm start"
-        count = warm_start(drafter, list(target.layers), target.final_norm_weight)
+        count = warm_start(drafter, list(target.layers), target.final_norm_weight, target.stream_head)
         log.info("warm start: %d tensors copied from the target's last layers", count)
     if config.drafter.init_from:
         checkpoint.load_exported(drafter, Path(config.drafter.init_from))

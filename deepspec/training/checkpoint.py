@@ -13,7 +13,7 @@ from typing import Any, Mapping, Optional
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspec.artifacts import read_manifest, sha256_file
 from deepspec.drafters.base import Drafter
@@ -196,9 +196,9 @@ def require_unchanged(checkpoint_dir: Path) -> None:
                                f"Name another checkpoint with trainer.resume: {', '.join(others) or 'there is none'}.")
 
 
-def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
+def check_tensors(drafter: Drafter, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Refuse any missing, unknown, empty or misshapen tensor; nothing is ever left at its initial value silently."""
-    expected = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.tensors().items()}
     problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     problems += [
@@ -209,7 +209,7 @@ def check_tensors(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path
         raise InputRefused(f"{where} does not fit its drafter: {'; '.join(problems[:5])}. Use another checkpoint.")
 
 
-def load_weights(drafter: nn.Module, checkpoint_dir: Path) -> None:
+def load_weights(drafter: Drafter, checkpoint_dir: Path) -> None:
     """Copy a checkpoint's weights into a drafter that no engine has wrapped yet, after ``check_tensors``."""
     path = Path(checkpoint_dir) / MODEL
     _copy(drafter, _load(path), path)
@@ -232,11 +232,10 @@ def load_exported(drafter: Drafter, folder: Path) -> None:
     _copy(drafter, own_tensors(tensors), Path(folder))
 
 
-def _copy(drafter: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
+def _copy(drafter: Drafter, tensors: Mapping[str, Tensor], where: Path) -> None:
     check_tensors(drafter, tensors, where)
-    for name, parameter in drafter.named_parameters():
-        if name in tensors:
-            parameter.data.copy_(tensors[name])
+    for name, tensor in drafter.tensors().items():
+        tensor.data.copy_(tensors[name])
 
 
 def weights_file(checkpoint_dir: Path, weights: str = TRAINED) -> Path:

@@ -66,9 +66,9 @@ class LiveDecoder:
         if self._drafter is None:
             with torch.random.fork_rng(devices=[]):
                 drafter = build_drafter(self.shape, self.shared)
-            self._drafter = drafter.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
-        own = dict(self._drafter.named_parameters())
-        for name, weight in each_weight(engine):
+            self._drafter = drafter.to(self.target.device).cast(self.target.dtype).eval().requires_grad_(False)
+        own = self._drafter.tensors()
+        for name, weight in (*each_weight(engine), *engine.module.drafter.named_buffers()):
             own[name].copy_(weight)
         return self._drafter
 

@@ -26,9 +26,8 @@ class TrainingModule(nn.Module):
 
         A plain tuple, because DeepSpeed hangs its backward hooks on tensors it finds in tuples and dicts only.
         """
-        terms = drafter_loss(
-            self.drafter(batch), batch, self.shared, self.objective, denominators, self.drafter.shape,
-        )
+        output = self.drafter(batch)
+        terms = drafter_loss(output, batch, self.shared, self.objective, denominators, self.drafter.shape)
         # A loss that is not finite must poison the whole gradient, whatever path the bad value took: then every ZeRO
         # stage sees an invalid norm and skips the step. The factor is exactly 1 for a finite loss.
-        return terms.loss * (1.0 + 0.0 * terms.loss.detach()), dict(terms.sums)
+        return terms.loss * (1.0 + 0.0 * terms.loss.detach()), {**terms.sums, **output.sums}

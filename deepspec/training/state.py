@@ -22,10 +22,10 @@ def gather(engine: Any, average: Optional[WeightAverage] = None) -> Optional[dic
 
     Nothing that training does later shows in the result.
     """
-    state = {"weights": _collect(engine, None), **{key: _collect(engine, key) for key in MOMENTS}}
+    state = {"weights": _collect(engine, None) | _buffers(engine), **{key: _collect(engine, key) for key in MOMENTS}}
     if average is not None:
         with average.as_masters():
-            state[AVERAGES] = _collect(engine, None)
+            state[AVERAGES] = _collect(engine, None) | _buffers(engine)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return state if distributed.rank() == 0 else None
@@ -40,6 +40,13 @@ def _collect(engine: Any, key: Optional[str]) -> dict[str, Tensor]:
             kept[name] = _on_cpu(full, shares_memory)
         del full
     return kept
+
+
+def _buffers(engine: Any) -> dict[str, Tensor]:
+    """What the drafter keeps outside of parameters, on rank 0. The same on all ranks, and no optimizer moves it."""
+    if distributed.rank() != 0:
+        return {}
+    return {name: _on_cpu(value, copy=True) for name, value in engine.module.drafter.named_buffers()}
 
 
 def _on_cpu(full: Tensor, copy: bool) -> Tensor:
@@ -61,6 +68,7 @@ def averaged_module(engine: Any, average: WeightAverage, outline: Outline) -> nn
     dtype = next(engine.module.parameters()).dtype
     with average.as_masters():
         weights = {f"drafter.{name}": full.detach().to(dtype, copy=True) for name, full in each_weight(engine)}
+    weights |= {f"drafter.{name}": value.clone() for name, value in engine.module.drafter.named_buffers()}
     return outline.filled(weights)
 
 

@@ -243,8 +243,10 @@ class DrafterTrainer:
         self.epoch = loaded.window.epoch
         self.samples += len(loaded.window.indices)
         self.skipped_steps += result.skipped
-        if self.average is not None and not result.skipped:
-            self.average.update()
+        if not result.skipped:
+            self._drafter.after_step(result.sums, self.config.drafter.v4.router_bias_rate)
+            if self.average is not None:
+                self.average.update()
         self.bad_in_a_row = self.bad_in_a_row + 1 if result.skipped else 0
         if self.bad_in_a_row >= max(1, self.config.trainer.max_bad_steps):
             raise UserError(
@@ -257,7 +259,7 @@ class DrafterTrainer:
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
         return {
             "step": self.step, "epoch": self.epoch, "samples": self.samples,
-            **objective_row(result.sums, self.config.objective),
+            **objective_row(result.sums, self.config.objective), **self._drafter.step_metrics(result.sums),
             "lr": self.config.optimizer.lr * self.schedule.factor(self.step - 1), "grad_norm": result.grad_norm,
             "skipped_steps": self.skipped_steps, "seconds": seconds,
             "tokens_per_second": result.tokens / seconds, "peak_memory_bytes": 0,

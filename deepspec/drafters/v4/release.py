@@ -36,11 +36,10 @@ def from_release(tensors: Mapping[str, Tensor], values: Mapping[str, Any], where
     for name, shape in own_tensors(values).items():
         released = released_name(name, values["n_mtp_layers"])
         wanted = [expert_name(released, expert) for expert in range(shape[0])] if is_stacked(released) else [released]
-        missing = [item for item in wanted if item not in plain]
-        if missing:
-            problems += [f"{item} is missing" for item in missing]
+        parts = [plain.pop(item) for item in wanted if item in plain]
+        if len(parts) < len(wanted):
+            problems += [f"{item} is missing" for item in wanted if item not in tensors]
             continue
-        parts = [plain.pop(item) for item in wanted]
         one = shape[1:] if is_stacked(released) else shape
         wrong = [f"{item} has shape {tuple(part.shape)}, expected {one}" for item, part in
                  zip(wanted, parts, strict=True) if tuple(part.shape) != one]
