@@ -10,10 +10,11 @@ MIXED = "mixed"
 
 @dataclass
 class BenchmarkConfig:
-    """One set of evaluation prompts; rows are ``{"turns": [...]}``, ``{"prompt": ...}`` or ``{"messages": ...}``."""
+    """One set of evaluation prompts; rows are ``{"turns": [...]}``, ``{"prompt": ...}`` or ``{"messages": ...}``. With
+    ``answer``, or ``test`` / ``test_list`` and ``entry_point``, the task is scored (evaluation/scoring.py)."""
 
     name: str = MISSING
-    path: str = MISSING  # file, or "held_out" for this run's own held-out prompts
+    path: str = MISSING  # file, "held_out" for this run's own held-out prompts, "embedded_math" for tasks with answers
     domain: str = "chat"
     limit: Optional[int] = None
 
@@ -36,6 +37,9 @@ class EvaluateConfig:
     estimators: list[str] = field(default_factory=lambda: ["sampled", "analytic"])
     anchors: int = 4000  # of drafted and teacher_forced, spread over the held-out responses
     modes: list[str] = field(default_factory=lambda: ["none", "fixed", "scheduled"])  # and asynchronous (Sec. 5.2)
+    # acceptance is also reported by context length before the round, in tokens, cut here
+    context_buckets: list[int] = field(default_factory=lambda: [512, 2048, 4096, 8192, 16384, 32768])
     bootstrap: int = 2000
     baseline_untrained: bool = False  # also evaluate the drafter as initialised
+    run_code: bool = False  # run the code of answers that come with tests, limited but not isolated, to score them
     check_greedy: int = 2  # prompts per benchmark whose greedy output is compared with the target's own

@@ -7,15 +7,18 @@ from typing import Any, Callable, Optional, Sequence, Union
 
 from deepspec.config.schema_evaluation import MIXED, BenchmarkConfig
 from deepspec.data.dialogue import AnswerLimits
+from deepspec.data.embedded_math import scored_math
 from deepspec.data.jsonl import read_rows
 from deepspec.data.prompt_rows import RowRefused, conversation, is_slot
 from deepspec.data.rendering import Renderer, RenderError
 from deepspec.data.responses import RESPONSES_FILE, read_responses
 from deepspec.decoding.types import DecodeRequest, DecodeResult
 from deepspec.errors import InputRefused
+from deepspec.evaluation.scoring import Task, task_of
 
 log = logging.getLogger(__name__)
-HELD_OUT = "held_out"
+HELD_OUT, EMBEDDED_MATH = "held_out", "embedded_math"
+_EMBEDDED_ITEMS = 200  # where no limit is set: the generators never end
 Decode = Callable[[list[DecodeRequest]], list[DecodeResult]]
 Thinking = Union[bool, str, None]  # on, off, mixed; None: as the template decides
 
@@ -29,6 +32,7 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: Optional[tuple[dict[str, Any], ...]] = None
     thinking: Optional[bool] = None  # of this conversation; None: as the renderer does
+    task: Optional[Task] = None  # what its last answer has to solve
 
     @property
     def turns(self) -> int:
@@ -46,7 +50,8 @@ class Benchmark:
 
 
 def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
-    """Read one benchmark; ``responses`` is the run's responses directory, read for ``held_out``.
+    """Read one benchmark; ``responses`` is the run's responses directory, read for ``held_out``. ``embedded_math`` are
+    generated tasks with known answers.
 
     Raises InputRefused for a file that cannot be read and for a row that is no prompt, with file and line.
     """
@@ -57,6 +62,9 @@ def load_benchmark(config: BenchmarkConfig, responses: Path) -> Benchmark:
                                "benchmark's path.")
         rows = [Conversation(f"{config.name}/{row.id}", row.domain, _unanswered(row.messages), row.tools, row.thinking)
                 for row in read_responses(responses, HELD_OUT) if row.messages]  # imported ones have token ids only
+    elif config.path == EMBEDDED_MATH:
+        rows = [_from_row(config, number, row)
+                for number, row in enumerate(scored_math(config.limit or _EMBEDDED_ITEMS), start=1)]
     else:
         rows = [_from_row(config, number, row) for number, row in read_rows(Path(config.path).expanduser())]
     rows = rows if config.limit is None else rows[:config.limit]
@@ -78,7 +86,12 @@ def _from_row(config: BenchmarkConfig, number: int, row: dict[str, Any]) -> Conv
         raise InputRefused(f"{config.path}:{number}: not a prompt ({error}). A row has \"prompt\": text, "
                            "\"turns\": [text, ..] or \"messages\": [{role, content}, ..].") from None
     kept = None if tools is None else tuple(tools)
-    return Conversation(f"{config.name}/{number}", config.domain, tuple(messages), kept)
+    try:
+        task = task_of(row)
+    except ValueError as error:
+        raise InputRefused(f"{config.path}:{number}: the task cannot be scored ({error}). Correct the row, or leave "
+                           "its answer and tests out.") from None
+    return Conversation(f"{config.name}/{number}", config.domain, tuple(messages), kept, task=task)
 
 
 def split_domains(benchmark: Benchmark) -> list[Benchmark]:

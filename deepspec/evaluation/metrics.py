@@ -28,7 +28,10 @@ DEFINITIONS = (
     "beginning where decoding would begin them (it estimates what sampled settings count); drafted, of one round at "
     "each of some evenly drawn anchors of held-out responses, along drafts; teacher_forced, products of "
     "1 - |p_d - p_t|_1 / 2 along the responses, as in training. The last two exceed what decoding gets, whose rounds "
-    "begin more often where text is hard to guess: for comparing drafters only."
+    "begin more often where text is hard to guess: for comparing drafters only. task_score: share of the prompts with "
+    "a known solution that the answer reached, Wilson interval; difference: minus the target alone on the same prompts "
+    "under the same conditions, interval for matched pairs (Agresti and Min), p exact on the prompts that differ; the "
+    "macro's is pooled over all prompts."
 )
 
 

@@ -17,13 +17,15 @@ from deepspec.evaluation.benchmarks import Benchmark, Thinking, first_requests, 
 from deepspec.evaluation.estimate import ANALYTIC, DRAFTED, TEACHER_FORCED, along_answers, at_anchors
 from deepspec.evaluation.greedy import check_greedy
 from deepspec.evaluation.metrics import AcceptanceCounts, require_proposals
+from deepspec.evaluation.slices import of_results, reasons, together
 from deepspec.evaluation.summary import Setting, Speed, assemble
+from deepspec.evaluation.tasks import solved
 from deepspec.evaluation.values import SettingValues, anchor_arrays
 from deepspec.targets.sampling import Sampling
 
 log = logging.getLogger(__name__)
 _WARMUP_TOKENS = 8
-Progress = Optional[Callable[[int], Any]]
+Progress = Optional[Callable[..., Any]]  # (tokens, rows=1, *, note=None), as of data.progress.Progress.add
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class _Run:
     progress: Progress = None
     speed: Speed = field(default_factory=Speed)
     answers: list[Answer] = field(default_factory=list)
+    rounds: int = 0  # with drafts, so far
+    accepted: int = 0
 
     def __call__(self, requests: list[DecodeRequest]) -> list[DecodeResult]:
         results = []
@@ -67,11 +71,18 @@ class _Run:
             results.append(item)
             self.answers.append(Answer(item.id, item.domain, prompts[item.id], item.token_ids,
                                        item.finish_reason == "stop"))
-            if self.progress is not None:
-                self.progress(1)
+            self._show(item)
         if requests:
             self.speed = self.speed.plus(self.decoder.timings)
         return results
+
+    def _show(self, item: DecodeResult) -> None:
+        drafted = [record.accepted for record in item.rounds if record.drafted]
+        self.rounds += len(drafted)
+        self.accepted += sum(drafted)
+        if self.progress is not None:
+            note = f"{1 + self.accepted / self.rounds:.2f} tokens/round" if self.rounds else "no drafts"
+            self.progress(len(item.token_ids), note=f"{self.decoder.mode}: {note}")
 
 
 def _decoder(subject: Subject, config: EvaluateConfig, where: Conditions, mode: str, seed: int) -> SpeculativeDecoder:
@@ -107,8 +118,10 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
             run = _Run(_decoder(subject, config, where, mode, seed), progress)
             results = run_conversations(own, subject.renderer, run)
             counts = AcceptanceCounts.of(results, subject.draft_length)
-            gathered = distributed.gather_objects((counts, run.speed))
-            parts: list[Any] = [(counts, run.speed)] if gathered is None else gathered
+            found = counts, run.speed, solved(own, results, subject.renderer.text, run_code=config.run_code), of_results(
+                results, subject.draft_length, config.context_buckets, reasons(own))
+            gathered = distributed.gather_objects(found)
+            parts: list[Any] = [found] if gathered is None else gathered
             merged = AcceptanceCounts.concatenate(part[0] for part in parts)
             if mode == "fixed":
                 require_proposals(merged, f"evaluation of {label}{benchmark.name} ({mode}, T={where.temperature:g})")
@@ -117,23 +130,27 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
                          benchmark.name, mode, where.temperature)
             elif mode == "none" and answers is not None:
                 answers[benchmark.name] = benchmark.domain, run.answers
-            settings[mode].add(benchmark.name, benchmark.domain, merged, Speed.together([part[1] for part in parts]))
+            settings[mode].add(benchmark.name, benchmark.domain, merged, Speed.together([part[1] for part in parts]),
+                               {name: right for part in parts for name, right in part[2].items()})
+            if mode != "none":
+                settings[mode].tell_apart(together(part[3] for part in parts))
     return settings
 
 
 def _computed(subject: Subject, config: EvaluateConfig, where: Conditions, samples: Sequence[Sample],
-              answers: dict[str, tuple[str, list[Answer]]], *, seed: int, progress: Progress) -> list[Setting]:
+              answers: dict[str, tuple[str, list[Answer]]], modes: dict[str, bool], *, seed: int,
+              progress: Progress) -> list[Setting]:
     """Settings whose acceptance is computed: along ``answers`` and at anchors of held-out ``samples``."""
     sampling = Sampling(temperature=where.temperature, seed=seed)
-    found = []
+    found, edges = [], config.context_buckets
     if ANALYTIC in config.estimators:
         found.append(along_answers(subject.target, subject.drafter, answers, where.setting("fixed", ANALYTIC), sampling,
-                                   progress=progress))
+                                   edges=edges, modes=modes, progress=progress))
     for estimator in (DRAFTED, TEACHER_FORCED):
         if estimator in config.estimators and samples:
             found.append(at_anchors(subject.target, subject.drafter, samples, where.setting("fixed", estimator),
                                     sampling, anchors=config.anchors, batch_size=where.batch_size, name="held_out",
-                                    progress=progress))
+                                    edges=edges, progress=progress))
     return found
 
 
@@ -171,6 +188,22 @@ def _conditions(material: Material, config: EvaluateConfig) -> list[Conditions]:
             for thinking in material.thinking for temperature in config.temperatures for size in sizes]
 
 
+def planned_answers(material: Material, config: EvaluateConfig) -> int:
+    """How many rows ``evaluate`` will report to its progress on this rank: answers decoded and answers computed on."""
+    modes = [mode for mode in config.modes if mode not in material.skipped] if "sampled" in config.estimators else []
+    share = slice(distributed.rank(), None, distributed.world_size())
+    turns = sum(one.turns for benchmark in material.benchmarks for one in benchmark.conversations[share])
+    conditions = _conditions(material, config)
+    each = len(list(config.batch_sizes)) or 1
+    firsts = len(conditions) // each
+    alone = ANALYTIC in config.estimators
+    decoded = turns * (len(conditions) * len(modes) + firsts * (
+        (alone and "none" not in modes) + alone + (material.untrained is not None)))
+    domains = {item.domain for item in material.samples}
+    samples = sum(len([item for item in material.samples if item.domain == domain][share]) for domain in domains)
+    return decoded + samples * firsts * sum(name in config.estimators for name in (DRAFTED, TEACHER_FORCED))
+
+
 def evaluate(subject: Subject, material: Material, config: EvaluateConfig, *, seed: int, header: dict[str, Any],
              progress: Progress = None) -> Evaluation:
     """Everything ``config`` asks for; complete on rank 0. ``header`` (drafter, algorithm, block_size) goes on top.
@@ -189,7 +222,9 @@ def evaluate(subject: Subject, material: Material, config: EvaluateConfig, *, se
         done = decode_setting(subject, benchmarks, config, where, needed, seed=seed, progress=progress, answers=answers)
         settings.extend(done[mode] for mode in modes)
         if first:
-            settings += _computed(subject, config, where, material.samples, answers, seed=seed, progress=progress)
+            settings += _computed(subject, config, where, material.samples, answers,
+                                  {key: value for item in benchmarks for key, value in
+                                   reasons(item.conversations).items()}, seed=seed, progress=progress)
         if material.untrained is not None and first:
             other = Subject(subject.target, material.untrained, subject.renderer, subject.draft_length)
             done = decode_setting(other, benchmarks, config, where, ["fixed"], seed=seed, progress=progress,

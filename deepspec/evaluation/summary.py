@@ -12,6 +12,8 @@ from deepspec.evaluation.benchmarks import Thinking
 from deepspec.evaluation.bootstrap import acceptance_length_interval, percentile_interval, ratio_bootstrap
 from deepspec.evaluation.metrics import DEFINITIONS, AcceptanceCounts, latency_per_token, summary
 from deepspec.evaluation.paired import compare
+from deepspec.evaluation.slices import Slices, described, together
+from deepspec.evaluation.tasks import Solved, task_score
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,22 @@ class Setting:
     counts: dict[str, AcceptanceCounts] = field(default_factory=dict)
     speeds: dict[str, Speed] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)  # of each benchmark
+    solved: dict[str, Solved] = field(default_factory=dict)  # of each benchmark, where its prompts have tasks
+    slices: Slices = field(default_factory=dict)  # of all benchmarks
 
-    def add(self, name: str, domain: str, counts: AcceptanceCounts, speed: Speed) -> None:
+    def add(self, name: str, domain: str, counts: AcceptanceCounts, speed: Speed,
+            solved: Optional[Solved] = None) -> None:
         """Results of one benchmark."""
         self.counts[name], self.speeds[name], self.domains[name] = counts, speed, domain
+        self.solved[name] = solved or {}
+
+    def tell_apart(self, slices: Slices) -> None:
+        """Add the rounds of one benchmark by what they had before them."""
+        self.slices = together([self.slices, slices])
+
+    def solved_in(self, names: Sequence[str]) -> Solved:
+        """Tasks of some benchmarks together."""
+        return {task: right for name in names for task, right in self.solved.get(name, {}).items()}
 
     @property
     def id(self) -> str:
@@ -133,12 +147,19 @@ def _anchors(setting: Setting, names: Sequence[str]) -> dict[str, int]:
     return {"anchors": sum(setting.anchors[name] for name in names)} if setting.anchors else {}
 
 
+def _score(setting: Setting, alone: Optional[Setting], names: Sequence[str]) -> dict[str, Any]:
+    """The task score of some benchmarks, against the target alone under the same conditions; nothing without tasks."""
+    base = None if alone is None or alone is setting else alone.solved_in(names)
+    found = task_score(setting.solved_in(names), base)
+    return {} if found is None else {"task_score": found}
+
+
 def describe(setting: Setting, alone: Optional[Setting], *, resamples: int, seed: int) -> dict[str, Any]:
     """One entry of ``settings``."""
     benchmarks = {
         name: {"domain": setting.domains[name]} | _anchors(setting, [name]) | _entry(
             counts, setting.speeds[name], None if alone is None else alone.speeds[name], resamples, seed)
-        for name, counts in setting.counts.items()
+        | _score(setting, alone, [name]) for name, counts in setting.counts.items()
     }
     domains = {}
     for domain in sorted(set(setting.domains.values())):
@@ -148,10 +169,12 @@ def describe(setting: Setting, alone: Optional[Setting], *, resamples: int, seed
             AcceptanceCounts.concatenate(setting.counts[name] for name in names),
             Speed.pooled([setting.speeds[name] for name in names]), base, resamples, seed)
         domains[domain]["acceptance_length_macro"] = _mean([benchmarks[name]["acceptance_length"] for name in names])
+        domains[domain] |= _score(setting, alone, names)
     return {"temperature": setting.temperature, "thinking": setting.thinking,
             "mode": "sampled" if setting.estimator == "sampled" else "analytic", "estimator": setting.estimator,
             "decoding": setting.decoding, "batch_size": setting.batch_size, "benchmarks": benchmarks,
-            "domains": domains, "macro": _macro(setting, benchmarks, alone, resamples, seed)}
+            "domains": domains, "macro": _macro(setting, benchmarks, alone, resamples, seed)
+            | _score(setting, alone, list(setting.counts)), **described(setting.slices, resamples, seed)}
 
 
 def _against(trained: Optional[Setting], baseline: Setting, resamples: int, seed: int) -> Optional[dict[str, Any]]:

@@ -98,6 +98,19 @@ def _row(name: str, value: Mapping[str, Any]) -> list[str]:
             _number(value.get("speedup"))]
 
 
+def _told_apart(setting: Mapping[str, Any]) -> list[str]:
+    """Acceptance by context length and by reasoning, where an evaluation has several of them."""
+    lines = []
+    for key, title in (("by_context_length", "context before the round, in tokens"), ("by_thinking", "reasoning")):
+        values = setting.get(key) or {}
+        if len(values) > 1:
+            lines += _table((title, "rounds", "acceptance length", "95 %"), [
+                [name, str(one.get("rounds")), _number(one.get("acceptance_length")),
+                 " to ".join(_number(bound) for bound in one.get("acceptance_length_ci95") or (None, None))]
+                for name, one in values.items()])
+    return lines
+
+
 def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str], gamma: int) -> list[str]:
     lines = ["## Acceptance", ""]
     settings = speculative_settings(evaluation)
@@ -112,6 +125,7 @@ def _acceptance(evaluation: Optional[Mapping[str, Any]], missing: Optional[str],
         rows = [_row(key, value) for key, value in _sets(setting)]
         lines += _table(("set", "domain", "prompts", "acceptance length", "95 %", "conditional acceptance by position",
                          "speed-up"), rows)
+        lines += _told_apart(setting)
     return lines
 
 

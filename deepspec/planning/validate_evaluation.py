@@ -32,5 +32,9 @@ def check_evaluation(config: Config) -> None:
         whole("evaluate.batch_sizes", size, 1)
     for value in evaluate.thinking:
         require(isinstance(value, bool) or value == MIXED, "evaluate.thinking", value, "true, false or mixed")
+    for value in evaluate.context_buckets:
+        whole("evaluate.context_buckets", value, 1)
+    buckets = list(evaluate.context_buckets)
+    require(buckets == sorted(set(buckets)), "evaluate.context_buckets", buckets, "strictly ascending")
     wholes("evaluate", evaluate, ("max_new_tokens", "batch_size", "anchors"), 1)
     wholes("evaluate", evaluate, ("bootstrap", "check_greedy"), 0)

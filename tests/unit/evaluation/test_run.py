@@ -212,6 +212,10 @@ def test_reasoning_on_off_and_mixed(subject: Subject, tmp_path: Path) -> None:
     assert kinds == {f"t1-{kind}-{label}": value for label, value in (
         ("thinking", True), ("direct", False), ("mixed", "mixed")) for kind in ("b4-fixed", "analytic")}
     assert renderer.asked == {True, False}
+    mixed_rounds = report["settings"]["t1-b4-fixed-mixed"]["by_thinking"]
+    assert set(mixed_rounds) == {"on", "off"} and "by_thinking" not in report["settings"]["t1-b4-fixed-thinking"]
+    pooled = report["settings"]["t1-b4-fixed-mixed"]["benchmarks"].values()
+    assert sum(one["rounds"] for one in mixed_rounds.values()) == sum(one["rounds"] for one in pooled)
     rows = [Conversation(f"b/{i}", "math", (), thinking=thinking) for i, thinking in enumerate((True, False, None))]
     mixed = with_thinking(Benchmark("b", "math", tuple(rows)), "mixed", 1.0)
     assert [item.thinking for item in mixed.conversations] == [True, False, True]
