@@ -24,6 +24,7 @@ from deepspec.data.dedup import SHINGLE, Signatures, find_near_duplicates
 from deepspec.data.jsonl import dump_row
 from deepspec.data.mixture import apportion, held_out
 from deepspec.data.ngrams import shingles
+from deepspec.data.progress import Progress
 from deepspec.data.prompt_pool import PromptPool, near_text
 from deepspec.data.prompt_rows import RowRefused, content_id, conversation, from_column
 from deepspec.data.prompt_sources import DEFAULT_EMBEDDED, read_source
@@ -82,17 +83,26 @@ class _Collector:
         for index, source in enumerate(self.data.sources):
             counts = self.counts[source.name]
             limit = source.cap or self.data.max_prompts or DEFAULT_EMBEDDED
-            for where, raw in read_source(source, limit=limit, seed=self.seed):
-                counts.read += 1
-                try:
-                    if isinstance(raw, RowRefused):
-                        raise raw
-                    self._take(index, source, raw, where, counts.read)
-                except RowRefused as refusal:
-                    counts.refused[refusal.reason] += 1
-                    if counts.refused.total() <= _SHOWN_REFUSALS:
-                        # Details may quote a row, which redaction has not seen yet.
-                        log.warning("%s: skipped, %s", where, refusal.reason if self.redact else refusal)
+            # How many rows a source has is known only at its end.
+            with Progress(f"prompts, {source.name}", None) as progress:
+                for where, raw in read_source(source, limit=limit, seed=self.seed):
+                    counts.read += 1
+                    progress.add(0, failed=not self._valid(index, source, raw, where))
+
+    def _valid(self, index: int, source: SourceConfig, raw: dict[str, Any] | RowRefused, where: str) -> bool:
+        """Take the row of ``where`` into the pool; a refused one is counted, and the first few are named."""
+        counts = self.counts[source.name]
+        try:
+            if isinstance(raw, RowRefused):
+                raise raw
+            self._take(index, source, raw, where, counts.read)
+        except RowRefused as refusal:
+            counts.refused[refusal.reason] += 1
+            if counts.refused.total() <= _SHOWN_REFUSALS:
+                # Details may quote a row, which redaction has not seen yet.
+                log.warning("%s: skipped, %s", where, refusal.reason if self.redact else refusal)
+            return False
+        return True
 
     def _take(self, index: int, source: SourceConfig, raw: dict[str, Any], where: str, number: int) -> None:
         messages, tools = conversation(from_column(raw, source.prompt_column) if source.prompt_column else raw)

@@ -4,7 +4,7 @@ import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Iterable, Iterator, Optional, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from deepspec.calibration.head import CONFIDENCE_DIR, HEAD_FILE, head_from_tenso
 from deepspec.calibration.refit import LinearHead, RefitResult, refit_head
 from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import CalibrationConfig, Config
+from deepspec.data.progress import Progress
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest, DecodeResult
 from deepspec.errors import InputRefused
@@ -91,6 +92,16 @@ def _groups(requests: list[DecodeRequest], size: int) -> Iterator[list[DecodeReq
     return (requests[start:start + size] for start in range(0, len(requests), size))
 
 
+def _counted(results: Iterable[DecodeResult], progress: Progress) -> Iterator[DecodeResult]:
+    """``results``, shown in ``progress`` as they come, with the acceptance length so far."""
+    rounds = accepted = 0
+    for result in results:
+        rounds += len(result.rounds)
+        accepted += sum(record.accepted for record in result.rounds)
+        progress.add(len(result.token_ids), note=f"{1 + accepted / max(1, rounds):.2f} tokens/round")
+        yield result
+
+
 def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     """Decode held-out prompts with every draft token verified; prompts are shared out over the ranks.
 
@@ -108,14 +119,15 @@ def collect(config: Config, session: RunSession) -> Optional[ConfidenceRecords]:
     mine = requests[distributed.rank()::distributed.world_size()]
     parts: list[ConfidenceRecords] = []
     blocks = 0
-    for group in _groups(mine, 2 * options.batch_size):
-        part = records_of(list(decoder.decode(group)), drafter, origin, frozenset(target.spec.eos_token_ids),
-                          inputs=options.refit)
-        if part is not None:
-            parts.append(part)
-            blocks += len(part)
-        if blocks * distributed.world_size() >= options.max_blocks:
-            break
+    with Progress("confidence", len(mine), "prompts") as progress:
+        for group in _groups(mine, 2 * options.batch_size):
+            results = list(_counted(decoder.decode(group), progress))
+            part = records_of(results, drafter, origin, frozenset(target.spec.eos_token_ids), inputs=options.refit)
+            if part is not None:
+                parts.append(part)
+                blocks += len(part)
+            if blocks * distributed.world_size() >= options.max_blocks:
+                break
     gathered: Optional[list[Any]] = distributed.gather_objects(parts)
     parts = parts if gathered is None else [part for own in gathered for part in own]
     if distributed.rank() == 0 and not parts:

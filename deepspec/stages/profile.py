@@ -1,15 +1,13 @@
 """Stage: how long rounds of this target and drafter take, on this machine or on a server that runs."""
 
 import logging
-import sys
 from typing import Any, Callable, Optional
-
-from tqdm import tqdm
 
 from deepspec import distributed
 from deepspec.artifacts import begin, canonical_hash, complete
 from deepspec.config.paths import run_dir
 from deepspec.config.schema import Config
+from deepspec.data.progress import Progress
 from deepspec.decoding.cost import ProfileCell, read_cells
 from deepspec.profiling.extras import ExtrasSampler
 from deepspec.profiling.files import RECORDS_FILE, SPS_FILE, conditions, write_profile
@@ -71,8 +69,8 @@ def _earlier(config: Config, header: dict[str, Any]) -> list[ProfileCell]:
     return read_cells(directory / RECORDS_FILE)
 
 
-def _bar(total: int) -> Any:
-    return tqdm(total=total, desc="profile", unit="round", disable=not sys.stderr.isatty())
+def _bar(total: int) -> Progress:
+    return Progress("profile", total, "rounds")
 
 
 def _write(config: Config, measured: Measurement, header: dict[str, Any], sha256: str,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
 import torch
-from tqdm import tqdm
 
 from deepspec import distributed
 from deepspec.config.schema import Config
 from deepspec.data.order import steps_per_epoch, windows
+from deepspec.data.progress import Progress
 from deepspec.drafters.base import Drafter
 from deepspec.errors import UserError
 from deepspec.tracking import Tracker
@@ -101,7 +101,8 @@ class DrafterTrainer:
         """Steps until the last one or a request to stop. Returns whether there was one, and the last step's metrics."""
         row: dict[str, Any] = {}
         ahead = Loader(self.packer, self._windows(), self.packer.num_workers)
-        with self._progress() as progress, ahead as loader:
+        shown = Progress("train", self.total_steps, "steps", done=self.step)
+        with shown as progress, ahead as loader:
             for loaded in loader:  # one optimizer step
                 result = self._optimizer_step(loaded, requests)
                 row = self._row(result, time.perf_counter() - loaded.started)
@@ -110,7 +111,7 @@ class DrafterTrainer:
                 new_best = self._validation_due() and self._validate(loader)
                 if new_best or result.save or self._due(self.config.trainer.save_every):
                     self.save()
-                _show(progress, row)
+                progress.add(result.tokens, note=_note(row))
                 release_free_pages()
                 if self._exhausted(self.step, self.stale):
                     logger.info("training ends at step %d of %d: the last %d validations were no better than that of "
@@ -279,11 +280,6 @@ class DrafterTrainer:
         return self.step == self.total_steps or self._due(self.config.trainer.validate_every) or self._due(
             self.config.trainer.decode_every)
 
-    def _progress(self) -> tqdm:
-        return tqdm(total=self.total_steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
-                    disable=not distributed.is_main() or not logger.isEnabledFor(logging.INFO), mininterval=1.0)
 
-
-def _show(progress: tqdm, row: Mapping[str, Any]) -> None:
-    progress.set_postfix(loss=f"{row['loss']:.4f}", acceptance=f"{row['acceptance_length_proxy']:.2f}", refresh=False)
-    progress.update()
+def _note(row: Mapping[str, Any]) -> str:
+    return f"loss {row['loss']:.4f}, acceptance {row['acceptance_length_proxy']:.2f}"
