@@ -30,6 +30,7 @@ _FIELDS = {
     "num_target_layers": ("target", "num_target_layers", "it was made for a target of another depth"),
     "target_hidden_size": ("target", "target_hidden_size", "it was made for a target of another width"),
     "final_logit_softcap": ("lm_head", "final_logit_softcapping", "logits are capped differently"),
+    "logit_scale": ("lm_head", "logit_scale", "logits are scaled differently"),
     "embed_scale": ("embedding", "embed_scale", "embeddings are scaled differently"),
     "rms_norm_eps": ("norm", "rms_norm_eps", "norms differ"),
     "confidence_head": ("confidence_head", "enable_confidence_head", "confidences are missing"),

@@ -63,10 +63,12 @@ class Drafter(nn.Module):
         return self.head_logits(hidden)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """LM head of states [..., D] after the last norm: [..., V], float32 at least, softcapped where the target is.
+        """LM head of states [..., D] after the last norm: [..., V], float32 at least, scaled, capped as the target's.
         """
         weight = self.shared.lm_head
         logits = exact(functional.linear(hidden.to(weight.dtype), weight))
+        if self.shape.logit_scale != 1.0:
+            logits = logits * self.shape.logit_scale
         cap = self.shape.final_logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

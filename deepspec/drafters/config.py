@@ -104,6 +104,8 @@ def shape_to_config(
         del config["rope_parameters"], config["rope_scaling"]  # the target's, with more than one kind of layer
     if shape.final_logit_softcap is not None:
         config["final_logit_softcapping"] = shape.final_logit_softcap
+    if shape.logit_scale != 1.0:
+        config["logit_scale"] = shape.logit_scale
     if shape.block == GEMMA4:
         config |= gemma4_keys(shape, rope)  # its classes scale embeddings without being told
     elif shape.embed_scale != 1.0:
@@ -150,6 +152,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
             target_hidden_size=keys.get("target_hidden_size", keys["hidden_size"]),
             target_model_type=str(keys.get("target_model_type", keys["model_type"])),
             final_logit_softcap=keys.get("final_logit_softcapping"), embed_scale=float(keys.get("embed_scale", 1.0)),
+            logit_scale=float(keys.get("logit_scale", 1.0)),
             sliding_window=window_of(keys), unroll=keys.get("deepspec_unroll"),
             block=GEMMA4 if is_gemma4(config) else QWEN3, keys_are_values=bool(keys.get("attention_k_eq_v", False)),
         )

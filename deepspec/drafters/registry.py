@@ -163,6 +163,7 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
         mask_token_id=target.mask_token_id, feature_layers=tuple(target.feature_layers),
         num_target_layers=spec.num_layers, target_hidden_size=spec.hidden_size, target_model_type=spec.model_type,
         final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
+        logit_scale=spec.logit_scale,
         sliding_window=drafter.sliding_window, unroll=drafter.unroll if recurrent else None,
     )
     if is_v4(drafter.algorithm):

@@ -41,6 +41,7 @@ class DrafterShape:
     target_model_type: str
     final_logit_softcap: Optional[float] = None
     embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt of the width)
+    logit_scale: float = 1.0  # factor on the LM head's logits, before any softcap (Granite)
     sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; None: all
     unroll: Optional[int] = None  # steps an autoregressive drafter is trained for; None: the draft length
     block: str = "qwen3"  # kind of decoder layers: qwen3 | gemma4
@@ -76,6 +77,7 @@ class SharedWeights:
     embed: Tensor  # [V, D]
     lm_head: Tensor  # [V, D]
     fingerprint: str  # of the target they come from
+    tokens: Optional[int] = None  # rows from here on have no token (padding) and no probability; None: all have one
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _gemma4_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     return []
 
 
-def _target_reasons(config: Mapping[str, Any]) -> list[str]:
+def _target_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     if layout_gemma4.is_gemma4(config):
         return []
     reasons = []
@@ -74,6 +74,8 @@ def _target_reasons(config: Mapping[str, Any]) -> list[str]:
         reasons.append("the target caps its logits; the engine's Qwen3-shaped drafter class does not")
     if config.get("embed_scale", 1.0) != 1.0:
         reasons.append("the target scales its embeddings; the engine's Qwen3-shaped drafter class does not")
+    if config.get("logit_scale", 1.0) != 1.0 and engine != "vllm":
+        reasons.append("the target scales its logits, and whether the engine's drafter class does was not looked into")
     return reasons
 
 
@@ -85,7 +87,7 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
         return _v4_verdicts(config)
     dflash, gemma4 = layout.is_dflash(config), layout_gemma4.is_gemma4(config)
     reasons: dict[str, list[str]] = {
-        name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config)
+        name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config, name)
         + (_gemma4_reasons(config, name) if gemma4 else [])
         for name in ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")
     }
@@ -122,7 +124,7 @@ def _recurrent_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     """EAGLE-3 and MTP: vLLM alone was looked into."""
     reasons = {name: ["not looked into for this kind of drafter"] for name in (
         "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")}
-    reasons["vllm"] = _target_reasons(config)
+    reasons["vllm"] = _target_reasons(config, "vllm")
     if layout.kind(config) == "mtp":
         if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
             reasons["vllm"].append(f"its MiMo class takes hidden_size / num_attention_heads for the head size, not "

@@ -3,7 +3,7 @@
 N blocks, K draft tokens, V vocabulary, D width. ``weights`` [N, K] are w_k where a slot is supervised, else 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -187,6 +187,31 @@ def _chunked_pass(implementation: str, device: torch.device, soft: bool = False)
     return TritonPass
 
 
+def of_known_tokens(
+    output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights,
+) -> tuple[DrafterOutput, TrainingBatch, SharedWeights]:
+    """The same without the rows of the LM head that no token has: the target never samples them (verification masks
+    them), so they have no probability here either. A slot whose label is such an id, which only another sampler can
+    have drawn, is not supervised.
+    """
+    tokens = shared.tokens
+    if tokens is None or tokens >= len(shared.lm_head):
+        return output, batch, shared
+    blocks = batch.blocks
+    blocks = replace(blocks, label_ids=blocks.label_ids.clamp(max=tokens - 1),
+                     mask=blocks.mask & (blocks.label_ids < tokens))
+    factor = None if output.output_factor is None else output.output_factor[:tokens]
+    return (replace(output, output_factor=factor), replace(batch, blocks=blocks),
+            replace(shared, lm_head=shared.lm_head[:tokens]))
+
+
+def scaled_logits(output: DrafterOutput, batch: TrainingBatch, scale: float) -> tuple[DrafterOutput, TrainingBatch]:
+    """States whose logits are ``scale`` times as large, where the target scales what its LM head gives."""
+    if scale == 1.0:
+        return output, batch
+    return replace(output, hidden=output.hidden * scale), replace(batch, last_hidden=batch.last_hidden * scale)
+
+
 def drafter_loss(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, objective: ObjectiveConfig,
     denominators: Denominators, shape: DrafterShape,
@@ -201,6 +226,8 @@ def drafter_loss(
             f"objective.implementation={objective.implementation!r} is unknown: use auto, eager, chunked or "
             "triton."
         )
+    output, batch, shared = of_known_tokens(output, batch, shared)
+    output, batch = scaled_logits(output, batch, shape.logit_scale)
     weights = slot_weights(batch.blocks, objective.decay, shape.trained_length)
     scales = (_ratio(objective.ce_weight, denominators.ce), _ratio(objective.tv_weight, denominators.tv))
     soft = objective.ce_labels == "target"

@@ -68,7 +68,7 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     target: Target = load(config.target, device=device if whole else "cpu", cache_dir=model_cache(config))
     shape = shape_from(target.spec, config.target, config.drafter)
     on_target = shared_weights(target)
-    shared = SharedWeights(on_target.embed.to(device), on_target.lm_head.to(device), on_target.fingerprint)
+    shared = dataclasses.replace(on_target, embed=on_target.embed.to(device), lm_head=on_target.lm_head.to(device))
     drafter = make_drafter(config, shape, shared, target)
     data = load_data(config, target)
     decoder = None

@@ -40,7 +40,7 @@ class RunSession:
 
 def shared_weights(target: FrozenTarget | TargetHead) -> SharedWeights:
     """The target's embedding and LM head as the drafter uses them."""
-    return SharedWeights(target.embed_weight, target.lm_head_weight, target.fingerprint)
+    return SharedWeights(target.embed_weight, target.lm_head_weight, target.fingerprint, target.tokenizer_size)
 
 
 def load_run(config: Config, *, checkpoint_dir: Optional[Path] = None) -> RunSession:

@@ -57,7 +57,7 @@ def run(
     objective = ObjectiveConfig(implementation=implementation, **changes)
     terms = drafter_loss(output, batch, shared, objective, window_weights(batch.blocks, objective, of.draft_length), of)
     leaves = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    leaves = [leaf for leaf in leaves if leaf is not None]
+    leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     grads = torch.autograd.grad(terms.loss * 3.7, leaves)
     if output.transition is not None and of.head == "vanilla":
         # The chunked pass gives a token's whole gradient to one of its slots: compare what reaches W_1.
