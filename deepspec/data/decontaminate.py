@@ -176,6 +176,7 @@ def decontamination_files(config: Config) -> list[BenchmarkFile]:
     """What the prompts of a run must be free of: the files of its benchmarks and those of ``data.decontaminate``."""
     found = []
     if config.data.decontaminate_benchmarks:
-        found = [BenchmarkFile(item.name, item.path) for item in config.evaluate.benchmarks if item.path != "held_out"]
+        found = [BenchmarkFile(item.name, item.path) for item in config.evaluate.benchmarks
+                 if item.path not in ("held_out", "embedded_math")]
     known = {file.path for file in found}
     return found + [BenchmarkFile(path, path) for path in config.data.decontaminate if path not in known]

@@ -30,6 +30,11 @@ _CLOSINGS = (
     "Show your work.", "Explain every step.", "Think step by step, then state the answer.",
     "How do you get there?", "Write out the solution so that a pupil can follow it.", "",
 )
+# A result that is one number, so that it can be compared without the generators' own, stricter forms.
+_SCORED = ("gsm_symbolic", "gcd", "lcm", "leg_counting", "chain_sum", "basic_arithmetic", "products",
+           "simple_equations", "number_sequence", "aiw")
+_SCORED_SEED = 1_000_003
+_SCORED_CLOSING = "Think step by step, then end with: The answer is NUMBER."
 
 
 def math_prompts(seed: int) -> Iterator[dict[str, Any]]:
@@ -45,6 +50,20 @@ def math_prompts(seed: int) -> Iterator[dict[str, Any]]:
             if question not in seen:
                 seen.add(question)
                 yield {"prompt": f"{question}\n{closing}".strip()}
+
+
+def scored_math(count: int) -> list[dict[str, Any]]:
+    """``count`` rows ``{"prompt", "answer"}`` of the tasks whose result is one number, the same ones every time.
+
+    Their seed is none that ``math_prompts`` is given in practice. Raises InputRefused when reasoning-gym is missing.
+    """
+    gym = _require("reasoning_gym", "reasoning-gym")
+    datasets = [gym.create_dataset(name, seed=_SCORED_SEED, size=-(-count // len(_SCORED))) for name in _SCORED]
+    rows = []
+    for place in range(count):
+        item = datasets[place % len(datasets)][place // len(datasets)]
+        rows.append({"prompt": f"{_open_ended(item['question'])}\n{_SCORED_CLOSING}", "answer": item["answer"]})
+    return rows
 
 
 def _open_ended(question: str) -> str:

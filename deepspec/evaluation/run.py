@@ -118,8 +118,9 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
             run = _Run(_decoder(subject, config, where, mode, seed), progress)
             results = run_conversations(own, subject.renderer, run)
             counts = AcceptanceCounts.of(results, subject.draft_length)
-            found = counts, run.speed, solved(own, results, subject.renderer.text, run_code=config.run_code), of_results(
-                results, subject.draft_length, config.context_buckets, reasons(own))
+            right = solved(own, results, subject.renderer.text, run_code=config.run_code)
+            found = counts, run.speed, right, of_results(results, subject.draft_length, config.context_buckets,
+                                                         reasons(own))
             gathered = distributed.gather_objects(found)
             parts: list[Any] = [found] if gathered is None else gathered
             merged = AcceptanceCounts.concatenate(part[0] for part in parts)

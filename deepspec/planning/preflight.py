@@ -189,7 +189,7 @@ def _benchmarks(config: Config, stages: list[str]) -> None:
     if "evaluate" not in stages:
         return
     for benchmark in config.evaluate.benchmarks:
-        if benchmark.path != "held_out" and not Path(benchmark.path).expanduser().is_file():
+        if benchmark.path not in ("held_out", "embedded_math") and not Path(benchmark.path).expanduser().is_file():
             raise InputRefused(f"evaluate.benchmarks: {benchmark.name!r} has path={benchmark.path!r}, which is not a "
                                "file. Give a JSONL file, or held_out.")
 

@@ -6,6 +6,7 @@ from typing import Any, Optional
 from deepspec.report.estimates import accepted_histogram, computed_table
 from deepspec.report.inputs import RunFiles, Setting, interval, is_number, main_setting
 from deepspec.report.page import Section, figure, figures, missing, table
+from deepspec.report.scores import score_table
 from deepspec.report.slices import slice_tables
 from deepspec.report.svg import Row, Series, line_chart, row_chart
 
@@ -68,7 +69,7 @@ def acceptance(files: RunFiles) -> Section:
     note = f"Setting {trained.name}, {mode}; pooled: all tokens divided by all rounds."
     return Section("acceptance", "Acceptance length", lead, figures(*parts, accepted_histogram(trained))
                    + table(header, rows, note) + slice_tables(trained) + computed_table(files.evaluation)
-                   + _checks(files.evaluation, untrained))
+                   + _checks(files.evaluation, untrained) + score_table(files.evaluation))
 
 
 def by_position(files: RunFiles) -> Section:

@@ -44,10 +44,15 @@ class Group:
 
 
 def grouped(jobs: Sequence[tuple[Mapping[str, str], RunFiles]]) -> list[Group]:
-    """Jobs (their swept options, their files) by everything but the seed, in the order of their options."""
+    """Jobs (their swept options, their files) by everything that differs but the seed, in the order of the options."""
+    values: dict[str, set[str]] = {}
+    for options, _ in jobs:
+        for name, value in options.items():
+            values.setdefault(name, set()).add(value)
+    told = {name for name, different in values.items() if name != SEED and (len(different) > 1 or name == DRAFTER)}
     found: dict[Options, list[tuple[str, RunFiles]]] = {}
     for options, files in jobs:
-        key = tuple(sorted((name, value) for name, value in options.items() if name != SEED))
+        key = tuple(sorted((name, value) for name, value in options.items() if name in told))
         found.setdefault(key, []).append((options.get(SEED, ""), files))
     return [Group(key, tuple(files for _, files in sorted(runs, key=lambda item: item[0])))
             for key, runs in sorted(found.items(), key=lambda item: _order(item[0]))]

@@ -2,12 +2,11 @@
 
 import json
 import logging
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
 import torch
-from tqdm import tqdm
 
 from deepspec import distributed
 from deepspec.artifacts import atomic_write_json
@@ -17,6 +16,7 @@ from deepspec.config.paths import responses_dir, run_dir
 from deepspec.config.schema import Config, training_seed
 from deepspec.config.schema_evaluation import MIXED
 from deepspec.data.batch import Sample
+from deepspec.data.progress import Progress
 from deepspec.data.rendering import Renderer
 from deepspec.data.samples import load_samples
 from deepspec.decoding.modes import SCHEDULED
@@ -25,13 +25,13 @@ from deepspec.errors import InputRefused
 from deepspec.evaluation.benchmarks import HELD_OUT, Thinking, load_benchmark, split_domains
 from deepspec.evaluation.estimate import DRAFTED, TEACHER_FORCED
 from deepspec.evaluation.kept import with_kept
-from deepspec.evaluation.run import Material, Subject, evaluate
+from deepspec.evaluation.run import Material, Subject, evaluate, planned_answers
 from deepspec.evaluation.values import save_values
 from deepspec.profiling.files import conditions
 from deepspec.profiling.scheduler import (
     SchedulerFactory, recorded_logits, scheduler_factory as make_schedulers, trusted_cost,
 )
-from deepspec.stages.served import warn_of_another_engine
+from deepspec.training.learned import quantization_of, warn_of_another_engine
 from deepspec.training.session import RunSession, load_run
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,10 @@ def _material(config: Config, session: RunSession) -> tuple[Material, Optional[S
             log.warning("%s decoding is left out: %s", " and ".join(scheduled), error)
     benchmarks = [part for item in options.benchmarks
                   for part in split_domains(load_benchmark(item, responses_dir(config)))]
+    for item in benchmarks:
+        if not options.run_code and any(one.task is not None and one.task.is_code for one in item.conversations):
+            log.warning("benchmark %s: the tests of its rows are not run, so its tasks are not scored; "
+                        "evaluate.run_code=true runs what the model wrote, limited but not isolated", item.name)
     return Material(benchmarks, samples=_held_out(config, session), skipped=skipped, thinking=_thinking(config),
                     untrained=_untrained(config, session) if options.baseline_untrained and decodes else None,
                     thinking_share=config.responses.thinking_share), factory
@@ -108,7 +112,7 @@ def _material(config: Config, session: RunSession) -> tuple[Material, Optional[S
 def run(config: Config) -> None:
     """Evaluate on all ranks and write ``evaluation.json`` and the values behind it on rank 0."""
     session = load_run(config)
-    warn_of_another_engine(config)
+    warn_of_another_engine(config, session.target.spec)
     load_confidence(run_dir(config), session.drafter, session.drafter_sha256)
     options, shape, target = config.evaluate, session.drafter.shape, session.target
     material, factory = _material(config, session)
@@ -117,9 +121,10 @@ def run(config: Config) -> None:
     header = {"drafter": session.drafter_sha256, "algorithm": shape.algorithm, "block_size": shape.block_size,
               "draft_length": shape.draft_length, "step": session.step, "target_sha256": target.fingerprint,
               "max_new_tokens": options.max_new_tokens, "hardware": conditions(target)["hardware"],
-              "world_size": distributed.world_size()}
-    with tqdm(desc="evaluate", unit="answer", disable=not sys.stderr.isatty() or distributed.rank() != 0) as bar:
-        found = evaluate(subject, material, options, seed=config.run.seed, header=header, progress=bar.update)
+              "world_size": distributed.world_size(),
+              "quantization": asdict(quantization_of(config, target.spec))}
+    with Progress("evaluate", planned_answers(material, options), "answers") as bar:
+        found = evaluate(subject, material, options, seed=config.run.seed, header=header, progress=bar.add)
     if distributed.rank() == 0:
         path = run_dir(config) / EVALUATION_FILE
         report, kept = with_kept(found.report, _previous(path))

@@ -149,6 +149,17 @@ def _profile(config: Config) -> Result:
                   artifact, (names(config)["train"],))
 
 
+def _numbers(values: Any) -> list[tuple[str, Any]]:
+    """Numbers of a table, intervals as two of them."""
+    found = []
+    for key, value in (values.items() if isinstance(values, dict) else ()):
+        if is_number(value):
+            found.append((key, value))
+        elif isinstance(value, list) and len(value) == 2:
+            found += [(f"{key}_low", value[0]), (f"{key}_high", value[1])]
+    return found
+
+
 def _evaluate(config: Config) -> Result:
     path = run_dir(config) / "evaluation.json"
     values = _json(path)
@@ -160,7 +171,10 @@ def _evaluate(config: Config) -> Result:
                     rows.append([setting, name, None, metric, value])
                 elif metric in ("conditional_acceptance", "accepted_per_position"):
                     rows += [[setting, name, k + 1, metric, number] for k, number in enumerate(value)]
+                elif metric == "task_score":
+                    rows += [[setting, name, None, f"task_score/{key}", number] for key, number in _numbers(value)]
     summary = {f"eval/{key}": value for key, value in values.get("macro", {}).items() if is_number(value)}
+    summary |= {f"eval/task_score/{key}": value for key, value in _numbers(values.get("macro", {}).get("task_score"))}
     artifact = ArtifactFiles(names(config)["evaluate"], "evaluation", (path,)) if values else None
     columns = ["setting", "benchmark", "position", "metric", "value"]
     named = names(config)
