@@ -7,6 +7,7 @@ from deepspec.export import engines, layout
 from deepspec.export.acceptance import speculative_settings
 from deepspec.export.evidence import Evidence
 from deepspec.export.launch import Origin, launch_text
+from deepspec.targets.quantization import same_quantization
 from deepspec.targets.spec import TargetSpec
 
 
@@ -176,8 +177,18 @@ def _profile(sps: Optional[Mapping[str, Any]], missing: Optional[str]) -> list[s
         "other hardware.", ""]
 
 
-def _limits(values: Mapping[str, Any], config: Config, evidence: Evidence) -> list[str]:
-    lines = ["## Limits", "",
+def _weights(origin: Origin) -> str:
+    """Which weights of the target the drafter is for."""
+    told = origin.features_quantization or "weights that are not quantised"
+    line = f"* Learned from hidden states of {told}"
+    if not same_quantization(origin.features_quantization, origin.target_quantization):
+        line += (f"; the target named above has {origin.target_quantization or 'weights that are not quantised'}, and "
+                 "the numbers here were measured with it: acceptance depends on the weights that serve")
+    return line + "."
+
+
+def _limits(values: Mapping[str, Any], config: Config, evidence: Evidence, origin: Origin) -> list[str]:
+    lines = ["## Limits", "", _weights(origin),
              f"* Trained on samples of at most {config.data.max_length} tokens; config.json allows the target's "
              f"{values['max_position_embeddings']}, but acceptance beyond the trained length is not known.",
              "* Acceptance depends on the traffic: a thinking mode, language or domain that was not trained drafts "
@@ -197,6 +208,6 @@ def card(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Or
         *_front_matter(config, origin), *_what(values, spec, config, origin), *_data(config),
         *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
         *_calibration(evidence.calibration, names.get("calibration")), *_profile(evidence.sps, names.get("profile")),
-        launch, *_limits(values, config, evidence),
+        launch, *_limits(values, config, evidence, origin),
     ]
     return "\n".join(lines)

@@ -25,6 +25,8 @@ class Origin:
     target_architectures: tuple[str, ...] = ()
     seed: int = 0
     thinking: Optional[bool] = None
+    target_quantization: Optional[str] = None  # of the weights in the target's files
+    features_quantization: Optional[str] = None  # of the weights whose hidden states the drafter learned from
 
     @property
     def on_hub(self) -> bool:

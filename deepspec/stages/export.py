@@ -20,6 +20,7 @@ from deepspec.export.hub import push
 from deepspec.export.launch import Origin
 from deepspec.targets.load import locate
 from deepspec.training.checkpoint import load_drafter
+from deepspec.training.learned import quantization_of, warn_of_another_engine
 from deepspec.training.session import load_run
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,14 @@ def request_for(config: Config, session: Any) -> ExportRequest:
     if config.export.fold_calibration:
         evidence = folded_evidence(evidence)
         fold_head(drafter, fold_of(evidence.calibration or {}))
+    warn_of_another_engine(config, target.spec)
+    learned = quantization_of(config, target.spec)
     origin = Origin(
         target=_target_name(config), revision=config.target.revision, target_fingerprint=target.fingerprint,
         target_architectures=tuple(target._model.config.architectures or ()), target_dtype=config.target.dtype,
         drafter_sha256=session.drafter_sha256, checkpoint=session.checkpoint.name,
         folder=str((directory / "export").absolute()), seed=config.run.seed, thinking=config.target.thinking,
+        target_quantization=learned.target, features_quantization=learned.features,
     )
     return ExportRequest(
         config=config, target=target, drafter=drafter.eval(), origin=origin,

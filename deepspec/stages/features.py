@@ -30,6 +30,7 @@ from deepspec.stages.served import served_target
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.head import TargetHead, load_head
 from deepspec.targets.load import load_target
+from deepspec.targets.quantization import same_quantization
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,11 @@ def run(config: Config) -> None:
 
 def served_facts(config: Config, served: ServedTarget) -> dict[str, Any]:
     """What a store remembers of the engine that made it: a drafter is best on what its features were made by."""
-    return served.facts | {"quantization": config.features.server.quantization, "dtype": config.target.dtype}
+    told, said = config.features.server.quantization, served.facts.get("engine_quantization")
+    if told and said and not same_quantization(told, said):
+        raise InputRefused(f"features.server.quantization={told}, but the server of {served.facts.get('model')} says its "
+                           f"weights are {said}. Correct the option, or point features.server.servers at the right one.")
+    return served.facts | {"quantization": told or said, "dtype": config.target.dtype}
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,16 @@
 """Servers of hidden states as the configuration describes them, for the stages that read from them."""
 
-import logging
 from typing import Sequence
 
 from deepspec import distributed
-from deepspec.artifacts import canonical_hash, read_manifest
-from deepspec.config.paths import features_dir, features_key, model_cache, reads_store, run_dir
+from deepspec.artifacts import canonical_hash
+from deepspec.config.paths import features_key, model_cache, run_dir
 from deepspec.config.schema import Config
 from deepspec.data.engines.capture import EngineOptions
 from deepspec.data.served import ServedTarget
 from deepspec.data.server_pool import BreakerOptions
 from deepspec.targets.head import TargetHead
 from deepspec.targets.shallow import FirstLayers
-
-log = logging.getLogger(__name__)
 
 
 def served_target(config: Config, head: TargetHead) -> ServedTarget:
@@ -43,14 +40,3 @@ def _job(config: Config) -> str:
     if not config.features.server.store:
         what["run"] = str(run_dir(config).absolute())
     return f"deepspec-{canonical_hash(what, 10)}"
-
-
-def warn_of_another_engine(config: Config) -> None:
-    """Say when the drafter learned from hidden states of an engine whose target is not the one that runs here."""
-    manifest = read_manifest(features_dir(config)) if reads_store(config) else None
-    served = manifest.facts.get("served") if manifest is not None else None
-    if served is None or not served.get("quantization"):
-        return
-    log.warning("the drafter was trained on hidden states of %s serving %s as %s; here the target runs in %s, so that "
-                "acceptance in that engine may differ from what is measured now", served["engine"], served["model"],
-                served["quantization"], config.target.dtype)

@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Mapping, Optional
 
 from deepspec.config.schema import MISSING, TargetShape
 from deepspec.errors import InputRefused
+from deepspec.targets.quantization import quantization_name
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class TargetSpec:
     final_logit_softcap: Optional[float] = None
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    quantization: Optional[str] = None  # of the weights in its files (quantization.py); None: as they were trained
     full_head_dim: Optional[int] = None  # these four: of full-attention layers that have heads of their own (Gemma 4)
     full_kv_heads: Optional[int] = None
     keys_are_values: Optional[bool] = None  # values are made of the keys' projection
@@ -68,7 +70,7 @@ class TargetSpec:
             eos_token_ids=_merge_ids(getattr(text, "eos_token_id", None), eos_token_ids),
             final_logit_softcap=getattr(text, "final_logit_softcapping", None), embed_scale=_embed_scale(text),
             logit_scale=1.0 / float(getattr(text, "logits_scaling", None) or 1.0),
-            **_full_attention(text),
+            **_full_attention(text), quantization=_quantization(config),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +104,13 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     if parameters["rope_type"] == "proportional":
         parameters["rope_type"] = "default"
     return parameters
+
+
+def _quantization(config: Any) -> Optional[str]:
+    found = getattr(config, "quantization_config", None)
+    if found is not None and not isinstance(found, Mapping):
+        found = found.to_dict()
+    return quantization_name({"quantization_config": found})
 
 
 def _full_attention(text: Any) -> dict[str, Any]:

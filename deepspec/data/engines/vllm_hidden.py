@@ -20,6 +20,7 @@ from deepspec.data.engines.capture import MALFORMED, Captured, EngineOptions, Se
 from deepspec.data.engines.vllm_files import FileProblem, sweep, take
 from deepspec.data.pool_client import Call, PoolClient, RowRejected, TryAgain
 from deepspec.data.server_pool import Server
+from deepspec.targets.quantization import folder_quantization
 
 log = logging.getLogger(__name__)
 CACHING = "start it with --no-enable-prefix-caching"
@@ -51,7 +52,8 @@ class VllmHidden:
         listed = (await self._client.get(f"{url}/models") or {}).get("data", [])  # in this form: connect has read it
         roots = [entry.get("root") for entry in listed if entry.get("id") == model]  # what it was started with
         return {"engine": "vllm", "engine_version": version.get("version"), "model": model,
-                "model_root": roots[0] if roots else None}
+                "model_root": roots[0] if roots else None,
+                "engine_quantization": folder_quantization(roots[0]) if roots else None}
 
     async def close(self) -> None:
         self._closed = True

@@ -102,7 +102,8 @@ def test_vllm_gives_the_numbers_of_the_target(config: Config, engine: TinyEngine
     assert os.listdir(files) == []  # read, then deleted
     manifest = artifacts.read_manifest(paths.features_dir(asked))
     assert manifest.facts["served"] == {"engine": "vllm", "engine_version": None, "model": "tiny",
-                                        "model_root": None, "quantization": "fp8", "dtype": "float32"}
+                                        "model_root": None, "engine_quantization": None, "quantization": "fp8",
+                                        "dtype": "float32"}
     header = artifacts.read_manifest(paths.features_dir(config)).facts["header"]
     assert manifest.facts["header"] == header
     assert paths.features_dir(asked) != paths.features_dir(config)

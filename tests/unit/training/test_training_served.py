@@ -1,11 +1,13 @@
 """Training on hidden states of a serving engine, with a store and without one: the same as on the target's own."""
 
+import dataclasses
 import json
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Iterator
+from types import SimpleNamespace
+from typing import Any, Iterator
 
 import pytest
 
@@ -23,8 +25,9 @@ from deepspec.config.paths import responses_dir  # noqa: E402
 from deepspec.config.schema import Config, TargetConfig, TargetShape  # noqa: E402
 from deepspec.errors import InputRefused, UserError  # noqa: E402
 from deepspec.stages import features, train  # noqa: E402
-from deepspec.stages.served import warn_of_another_engine  # noqa: E402
+from deepspec.targets.head import load_head  # noqa: E402
 from deepspec.training import checkpoint  # noqa: E402
+from deepspec.training.learned import Quantization, quantization_of, warn_of_another_engine  # noqa: E402
 from deepspec.training.session import load_run  # noqa: E402
 
 SAMPLES, HELD_OUT = 8, 4
@@ -97,10 +100,11 @@ def test_served_and_own_hidden_states_train_alike(root: Path, server: FakeServer
     assert losses(root / "online") == pytest.approx(losses(root / "live"), rel=1e-4)
     assert os.listdir(root / "shared") == []
     caplog.clear()
-    warn_of_another_engine(stored)
-    warn_of_another_engine(online)
-    assert not caplog.messages, "nothing was said of quantisation"
     session = load_run(stored)  # the whole target: of the same fingerprint as its head
+    caplog.clear()
+    warn_of_another_engine(stored, session.target.spec)
+    warn_of_another_engine(online, session.target.spec)
+    assert not caplog.messages, "nothing was said of quantisation"
     assert session.checkpoint == checkpoint.latest(root / "stored")
 
 
@@ -108,8 +112,24 @@ def test_a_quantised_engine_is_remembered(root: Path, server: FakeServer, caplog
     config = served_config(root, "fp8", server, store=True)
     config.features.server.quantization = "fp8"
     features.run(config)
-    warn_of_another_engine(config)
-    assert "hidden states of vllm serving tiny as fp8; here the target runs in float32" in caplog.text
+    spec = load_head(config.target, device="cpu", cache_dir=root).spec
+    warn_of_another_engine(config, spec)
+    assert "hidden states of vllm serving tiny as fp8; here the target runs as not quantised" in caplog.text
+    caplog.clear()
+    quantised = dataclasses.replace(spec, quantization="compressed-tensors-fp8")
+    warn_of_another_engine(config, quantised)
+    assert not caplog.messages and quantization_of(config, quantised).same
+    assert quantization_of(config, spec) == Quantization("fp8", None)
+
+
+def test_a_server_that_contradicts_the_option_is_refused(root: Path, server: FakeServer) -> None:
+    config = served_config(root, "awq", server, store=True)
+    served: Any = SimpleNamespace(facts={"model": "tiny", "engine_quantization": "fp8"})
+    config.features.server.quantization = "awq"
+    with pytest.raises(InputRefused, match="quantization=awq, but the server of tiny says its weights are fp8"):
+        features.served_facts(config, served)
+    config.features.server.quantization = None
+    assert features.served_facts(config, served)["quantization"] == "fp8"
 
 
 def test_the_layers_of_the_target_are_never_loaded(root: Path, server: FakeServer,
