@@ -223,7 +223,9 @@ def load_exported(drafter: Drafter, folder: Path) -> None:
     ours = drafter.shape
     theirs, tensors = read_drafter(Path(folder), ours.num_target_layers)
     names = ("algorithm",) if ours.autoregressive or theirs.autoregressive else ("mask_token_id", "sample_from_anchor")
-    for name in ("feature_layers", *names, "head"):
+    if (ours.v4 is None) != (theirs.v4 is None):
+        names = ("algorithm",)
+    for name in (*names, "feature_layers", "head"):
         if getattr(theirs, name) != getattr(ours, name):
             raise InputRefused(
                 f"drafter.init_from={folder} was made with {name}={getattr(theirs, name)!r}, this run has "

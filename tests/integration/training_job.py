@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parents[2]), str(UNIT / "training"), str(UNIT / "decodi
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from tiny_training import SHAPE, TinySource, tiny_config, tiny_drafter, tiny_trainer  # noqa: E402
+from tiny_training import SHAPE, V4_SHAPE, TinySource, tiny_config, tiny_drafter, tiny_trainer  # noqa: E402
 
 from deepspec import distributed  # noqa: E402
 from deepspec.errors import UserError  # noqa: E402
@@ -35,7 +35,7 @@ from deepspec.training.validate import make_validator  # noqa: E402
 SOURCE = {"kill", "term", "count", "poison", "unsupervised", "sleep"}
 SHAPES = {"head", "confidence_head"}
 OBJECTIVE = {"confidence_weight"}
-OTHER = {"offload", "window", "held_out", "spoil", "until"}
+OTHER = {"offload", "window", "held_out", "spoil", "until", "v4"}
 TAIL = (0, 1, 4, 6, 7, 2, 3)  # a window that no number of ranks divides
 
 
@@ -64,7 +64,7 @@ def config_of(run_dir: Path, stage: int, options: dict):
     config.objective = replace(config.objective, **{k: v for k, v in options.items() if k in OBJECTIVE})
     if "offload" in options:
         config.engine.deepspeed = offload(options["offload"])
-    shape = replace(SHAPE, **{k: v for k, v in options.items() if k in SHAPES})
+    shape = replace(V4_SHAPE if options.get("v4") else SHAPE, **{k: v for k, v in options.items() if k in SHAPES})
     if shape.head == "none":
         shape = replace(shape, markov_rank=0, confidence_with_markov=False)
     source = {k: v for k, v in options.items() if k in SOURCE}

@@ -78,11 +78,12 @@ class V4Drafter(Drafter):
 
     def cast(self, dtype: torch.dtype) -> "V4Drafter":
         """To ``dtype``, but for what the release keeps in float32."""
+        half = dtype in (torch.bfloat16, torch.float16)
+        exact = {name: value.data.float() for name, value in self.named_parameters() if half and in_float32(name)}
         self.to(dtype)
-        if dtype in (torch.bfloat16, torch.float16):
-            for name, parameter in self.named_parameters():
-                if in_float32(name):
-                    parameter.data = parameter.data.float()
+        for name, parameter in self.named_parameters():
+            if name in exact:
+                parameter.data = exact[name]
         return self
 
     def forward(self, batch: TrainingBatch) -> DrafterOutput:

@@ -37,7 +37,7 @@ def tiny_target(vocab: int = 48, padded: int = 64, eos: int = 1, seed: int = 0, 
     return FrozenTarget(model, tokenizer, feature_layers=layers, mask_token_id=2)
 
 
-def tiny_drafter(target: FrozenTarget, seed: int = 1, **changes: Any) -> DSparkDrafter:
+def tiny_drafter(target: FrozenTarget, seed: int = 1, kind: Any = DSparkDrafter, **changes: Any) -> DSparkDrafter:
     """A random drafter of the target's width."""
     spec = target.spec
     values: dict[str, Any] = dict(
@@ -49,7 +49,7 @@ def tiny_drafter(target: FrozenTarget, seed: int = 1, **changes: Any) -> DSparkD
         target_model_type="qwen3")
     shared = SharedWeights(target.embed_weight, target.lm_head_weight, "tiny")
     torch.manual_seed(seed)
-    drafter = DSparkDrafter(DrafterShape(**values | changes), shared).eval()
+    drafter = kind(DrafterShape(**values | changes), shared).eval()
     if drafter.confidence_head is not None:
         torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=0.3)
     if drafter.markov_head is not None:  # published heads start near zero: make this one matter

@@ -11,6 +11,7 @@ from deepspec.data.batch import FeatureSample, Sample
 from deepspec.data.sources import SampleInfo
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.v4.shape import V4Shape
 from deepspec.training.identity import run_identity
 from deepspec.training.packs import Packer
 from deepspec.training.trainer import DrafterTrainer
@@ -24,6 +25,11 @@ SHAPE = DrafterShape(
     confidence_head=True, confidence_with_markov=True, mask_token_id=95, feature_layers=(0, 2), num_target_layers=4,
     target_hidden_size=WIDTH, target_model_type="qwen3",
 )
+
+V4_SHAPE = dataclasses.replace(
+    SHAPE, algorithm="dspark_v4", num_kv_heads=1, intermediate_size=12, sliding_window=6,
+    v4=V4Shape(q_lora_rank=8, o_groups=2, o_lora_rank=8, rope_head_dim=4, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6,
+               num_experts=6, experts_per_token=2, routed_scaling_factor=1.5, swiglu_limit=10.0))
 
 
 class TinySource:
