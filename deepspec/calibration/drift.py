@@ -51,8 +51,8 @@ def drift_report(calibration: Calibration, records: ConfidenceRecords, *,
     Returns:
         ``positions`` (per position: ECE now and then, noise floor, AUC, observed survival now and then), ``excess`` of
         the ECE over its noise floor now (with its interval) and then, ``accepted_per_block`` now, then and their
-        difference, ``domains`` (blocks), and ``verdict``: ``action`` none | recalibrate | train, with the reason. 95 % intervals
-        draw conversations with replacement.
+        difference, ``domains`` (blocks), and ``verdict``: ``action`` none | recalibrate | train, with the reason.
+        95 % intervals draw conversations with replacement.
 
     The rule: *recalibrate* when the excess is above ``MATERIAL_ECE`` and its interval above 0; *train* when accepted
     tokens per block fell by more than ``MATERIAL_TOKENS`` of what they were and the interval of the change lies below

@@ -77,7 +77,8 @@ def _read(file: Path) -> Block:
         logits, mask = shard["logits"].float().numpy(), shard["prefix_mask"].float().numpy()
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError,
             pickle.UnpicklingError) as error:  # torch tells a torn file in all of these ways
-        raise _Torn(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        # Torch goes on for a paragraph; its first sentence says what it is.
+        raise _Torn(str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__) from None
     if logits.ndim != 2 or logits.shape != mask.shape:
         raise InputRefused(f"{file}: logits {logits.shape} and prefix_mask {mask.shape} must be two equal tables, a "
                            "block a row. This is no file of SGLang's collector: move it away.")
