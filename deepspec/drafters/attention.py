@@ -20,9 +20,11 @@ from torch.nn import functional
 from deepspec.drafters.attention_chunked import ChunkPlan, chunked_attention, plan_chunks
 from deepspec.drafters.attention_flex import FlexPlan, flex_attention, flex_works, plan_flex
 from deepspec.drafters.bounds import Bounds, visible
+from deepspec.drafters.precision import exact
 from deepspec.errors import ConfigError
 
 BACKENDS = ("auto", "chunked", "flex")
+PIECE = 8192  # context rows that drafting attends to at a time, where there are more
 
 
 ContextPlan = ChunkPlan | FlexPlan  # what a pack's blocks see, prepared once per pack for every layer
@@ -81,6 +83,35 @@ def inject_context(queries: Tensor, keys: Tensor, values: Tensor, plan: ContextP
     return chunked_attention(queries, keys, values, plan)
 
 
+def _in_pieces(
+    queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bounds: Bounds, scale: Optional[float],
+) -> Tensor:
+    """Attention of queries [R, Hkv, m, hd] to their own keys and values [R, S, Hkv, hd] and, piece by piece, to those
+    of the context [R, C, Hkv, hd]: no copy of the context, scores of one piece at a time. Softmax in float32 at least.
+    """
+    factor = queries.shape[-1]**-0.5 if scale is None else scale
+    wide = exact(queries)
+
+    def scores(keys: Tensor) -> Tensor:
+        return wide @ exact(keys.permute(0, 2, 3, 1)) * factor
+
+    weights = scores(own[0])
+    top = weights.amax(dim=-1, keepdim=True)
+    weights = (weights - top).exp_()
+    total, mixed = weights.sum(dim=-1, keepdim=True), weights @ exact(own[1].transpose(1, 2))
+    for start in range(0, context[0].shape[1], PIECE):
+        keys, values = (part[:, start:start + PIECE] for part in context)
+        rows = torch.arange(start, start + keys.shape[1], device=queries.device)
+        hidden = ~visible(rows, bounds.first[:, None], bounds.stop[:, None])
+        weights = scores(keys).masked_fill_(hidden[:, None, None], -torch.inf)
+        higher = torch.maximum(top, weights.amax(dim=-1, keepdim=True))
+        weights, fade = (weights - higher).exp_(), (top - higher).exp_()
+        total = total * fade + weights.sum(dim=-1, keepdim=True)
+        mixed = mixed * fade + weights @ exact(values.transpose(1, 2))
+        top = higher
+    return (mixed / total).to(queries.dtype)
+
+
 def inject_cached_context(
     queries: Tensor, context_keys: Tensor, context_values: Tensor, block_keys: Tensor, block_values: Tensor,
     context_lengths: Tensor, window: Optional[int] = None, scale: Optional[float] = None,
@@ -94,9 +125,13 @@ def inject_cached_context(
     key_heads, capacity = context_keys.shape[2], context_keys.shape[1]
     grouped = queries.view(count, slots, key_heads, heads // key_heads, width)
     grouped = grouped.permute(0, 2, 3, 1, 4).reshape(count, key_heads, -1, width)
+    bounds = Bounds.of(context_lengths, torch.zeros_like(context_lengths), window)
+    if capacity > PIECE:
+        attended = _in_pieces(grouped, (context_keys, context_values), (block_keys, block_values), bounds, scale)
+        attended = attended.view(count, key_heads, heads // key_heads, slots, width)
+        return attended.permute(0, 3, 1, 2, 4).reshape(queries.shape)
     keys = torch.cat((context_keys.transpose(1, 2), block_keys.transpose(1, 2)), dim=2)
     values = torch.cat((context_values.transpose(1, 2), block_values.transpose(1, 2)), dim=2)
-    bounds = Bounds.of(context_lengths, torch.zeros_like(context_lengths), window)
     places = torch.arange(capacity + slots, device=queries.device)
     mask = (places >= capacity) | visible(places, bounds.first[:, None], bounds.stop[:, None])
     mask = mask[:, None, None, :].expand(count, 1, grouped.shape[2], -1)

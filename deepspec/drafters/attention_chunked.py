@@ -24,11 +24,12 @@ _SPREAD = 64  # rows by which the anchors of a chunk may differ beyond a window'
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks ``begin .. end - 1`` of the plan's order, all of one document, attended together."""
+    """Blocks ``begin .. end - 1`` of the plan's order, all of one document, attended together to rows ``start ..
+    stop - 1``. A context too long for the score memory makes several chunks of the same blocks."""
 
     begin: int
     end: int
-    start: int  # first and one past the last packed row that any of them sees
+    start: int  # first and one past the last packed row of those that any of them sees
     stop: int
     shared_start: int  # rows that all of them see; empty if shared_start >= shared_stop
     shared_stop: int
@@ -46,7 +47,8 @@ class ChunkPlan:
 
 
 def _cut(firsts: list[int], stops: list[int], starts: list[int], score_rows: int, limit: int) -> list[Chunk]:
-    """Greedy cut of ordered blocks: as many as fit the score memory without too many rows that few of them see."""
+    """Greedy cut of ordered blocks: as many as fit the score memory without too many rows that few of them see; rows of
+    one block that alone do not fit are cut, too."""
     chunks, begin = [], 0
     while begin < len(stops):
         first, start, stop = firsts[begin], starts[begin], stops[begin]
@@ -60,7 +62,10 @@ def _cut(firsts: list[int], stops: list[int], starts: list[int], score_rows: int
             and (end + 1 - begin) * score_rows * (stops[end] - first) <= limit
         ):
             end += 1
-        chunks.append(Chunk(begin, end, first, stops[end - 1], firsts[end - 1], stop))
+        columns = max(1, limit // ((end - begin) * score_rows))
+        for left in range(first, stops[end - 1], columns):
+            right = min(left + columns, stops[end - 1])
+            chunks.append(Chunk(begin, end, left, right, max(left, firsts[end - 1]), min(right, stop)))
         begin = end
     return chunks
 
