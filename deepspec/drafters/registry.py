@@ -126,7 +126,8 @@ def _check_block(spec: TargetSpec, drafter: DrafterConfig) -> None:
             f"drafter.block=gemma4 copies the full-attention layers of a Gemma 4 target, but this target is of "
             f"model_type {spec.model_type!r}. Use drafter.block=qwen3, which fits any target."
         )
-    if drafter.block == GEMMA4 and (drafter.algorithm not in ("dspark", "dflash") or drafter.sliding_window is not None):
+    blocks = drafter.algorithm in ("dspark", "dflash")
+    if drafter.block == GEMMA4 and (not blocks or drafter.sliding_window is not None):
         raise ConfigError(
             f"drafter.block=gemma4 is for dspark and dflash without a window, but drafter.algorithm="
             f"{drafter.algorithm} and drafter.sliding_window={drafter.sliding_window}. Use drafter.block=qwen3."

@@ -68,8 +68,8 @@ class V4Attention(nn.Module):
         # One call for both halves: a module used twice in a pass costs ZeRO-3 a second gather.
         rows = self.rows(torch.cat((context, states.flatten(0, 1))), angles)
         attended = window_attention(
-            self.queries(states, (own[0], own[1])), rows[:len(context)], rows[len(context):].view(count, slots, self.head_dim),
-            self.attn_sink, plan)
+            self.queries(states, (own[0], own[1])), rows[:len(context)],
+            rows[len(context):].view(count, slots, self.head_dim), self.attn_sink, plan)
         return self._output(attended, (own[0], own[1]))
 
     def draft(self, states: Tensor, angles: Angles, context_rows: Tensor, seen: Tensor) -> Tensor:

@@ -86,6 +86,6 @@ def _scaled(values: Tensor, scale: Any, block: tuple[int, int], where: str) -> T
     rows, columns = (-(-size // step) for size, step in zip(values.shape, block, strict=True))
     if tuple(factors.shape) != (rows, columns):
         raise InputRefused(f"{where} has shape {tuple(values.shape)} and scales {tuple(factors.shape)}, expected "
-                           f"({rows}, {columns}) of blocks {block[0]} x {block[1]}. Give the folder as it was released.")
+                           f"({rows}, {columns}) of blocks {block[0]} x {block[1]}. Give the folder as released.")
     wide = factors.repeat_interleave(block[0], 0)[:len(values)].repeat_interleave(block[1], 1)[:, :values.shape[1]]
     return values * wide

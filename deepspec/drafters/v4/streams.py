@@ -1,6 +1,6 @@
 """Manifold-constrained hyper-connections: n residual streams, mixed around every branch. All of it in float32 at least.
 
-M tokens (any leading dimensions), n streams, D width. A site has a projection ``fn`` [(2 + n) n, n D] of the flattened
+n streams, D width, any leading dimensions of tokens. A site has a projection ``fn`` [(2 + n) n, n D] of the flattened
 and normalised streams, split as pre n | post n | comb n x n, with one ``scale`` per part [3] and a ``base`` [(2 + n) n].
 """
 

@@ -82,7 +82,7 @@ class _WindowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Optional[Tensor], ...]:
         queries, context, own, sinks, output, lse = ctx.saved_tensors
-        plan, (count, slots, heads, width) = ctx.plan, queries.shape
+        plan, (_, slots, heads, width) = ctx.plan, queries.shape
         seen = plan.rows.shape[1]
         query, grad, known, mine = _work(queries.flatten(1, 2), grad_output.reshape(output.shape), context, own)
         grad_query = torch.empty(query.shape, dtype=lse.dtype, device=query.device)

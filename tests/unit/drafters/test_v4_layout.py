@@ -134,8 +134,8 @@ def test_what_is_missing_unknown_or_misshapen_is_named() -> None:
     del released["mtp.0.ffn.experts.3.w2.weight"]
     with pytest.raises(InputRefused) as caught:
         from_release(released, values, "here")
-    for part in ("mtp.1.attn.wkv.weight has shape (2, 2), expected (8, 32)", "mtp.2.confidence_head.proj.bias is unknown",
-                 "mtp.0.ffn.experts.3.w2.weight is missing"):
+    for part in ("mtp.1.attn.wkv.weight has shape (2, 2), expected (8, 32)",
+                 "mtp.2.confidence_head.proj.bias is unknown", "mtp.0.ffn.experts.3.w2.weight is missing"):
         assert part in str(caught.value)
 
 

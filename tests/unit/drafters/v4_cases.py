@@ -1,5 +1,4 @@
-"""Small V4-style drafters, and the same arithmetic written out token by token in float64, with one thing wrong if asked.
-"""
+"""Small V4-style drafters, and the same arithmetic written out slot by slot in float64, one thing wrong if asked."""
 
 from typing import Any
 

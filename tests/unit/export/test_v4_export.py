@@ -143,7 +143,8 @@ def test_keys_that_contradict(request_of: Make) -> None:
     assert checks.check_keys(values) == []
     for change, said in (({"target_layer_ids": [1, 2, 5]}, "dspark_target_layer_ids"),
                          ({"target_layer_ids": [1, 2, 5], "dspark_target_layer_ids": [1, 2, 5]}, "from 0 to 4"),
-                         ({"sample_from_anchor": False}, "sample_from_anchor"), ({"num_key_value_heads": 2}, "must be 1")):
+                         ({"sample_from_anchor": False}, "sample_from_anchor"),
+                         ({"num_key_value_heads": 2}, "must be 1")):
         assert any(said in problem for problem in checks.check_keys(values | change)), change
     last = {"target_layer_ids": [1, 2, 5], "dspark_target_layer_ids": [1, 2, 5], "target_model_type": "deepseek_v4"}
     assert checks.check_keys(values | last) == []
