@@ -27,8 +27,8 @@ OWN_SCRIPT_ONLY = ("simulate",)  # not part of the main job unless ``stages`` sa
 class RunConfig:
     """Where a run lives. ``dir`` follows from the name, never from the clock, so that all ranks and a resume agree."""
 
-    name: str = MISSING
-    dir: str = "runs/${run.name}"
+    name: str = MISSING  # of the run; its folder and W&B group are named by it
+    dir: str = "runs/${run.name}"  # folder of the run; with an existing one a script takes that run's options
     data_root: str = "data"  # prompts, responses and features, shared by all runs
     seed: int = 0
     threads: int = 0  # CPU threads per rank; 0 = cores divided by local ranks
@@ -46,6 +46,8 @@ class TargetShape:
     num_kv_heads: int = MISSING
     head_dim: int = MISSING
     vocab_size: int = MISSING  # rows of the embedding, not len(tokenizer)
+    parameters: Optional[int] = None  # of the text model; null: from the sizes above, as if all layers were dense
+    active_parameters: Optional[int] = None  # of these, what one token is multiplied with; null: all of them
     full_head_dim: Optional[int] = None  # drafter.block=gemma4: of the full-attention layers; null: head_dim
     full_kv_heads: Optional[int] = None  # drafter.block=gemma4: of the full-attention layers; null: num_kv_heads
     keys_are_values: Optional[bool] = None  # drafter.block=gemma4: those layers make values of the keys' projection
@@ -59,7 +61,7 @@ class TargetConfig:
     source: str = "hf"  # hf: hub id or folder; gguf_package: a GGUF file inside a Python package; micro: trained here
     path: str = MISSING  # hub id, folder or Python package name; "" for micro
     revision: Optional[str] = None  # commit of a hub repository; refused for folders
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # true runs code that comes with the model
     dtype: str = "bfloat16"  # bfloat16 | float32
     feature_layers: list[int] = MISSING  # ids of decoder layer outputs, ascending; the last layer is refused
     mask_token_id: int = MISSING  # filler of the block slots; a row of the embedding that text never contains
@@ -91,7 +93,7 @@ class DataConfig:
     """Prompts and how samples are cut."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    max_prompts: Optional[int] = None
+    max_prompts: Optional[int] = None  # over all sources, held-out ones included; null: all
     # by hash of the prompt's content id: adding data never moves a row across the split
     held_out_fraction: float = 0.05
     min_held_out: int = 8  # per domain; smallest hashes are taken first
@@ -114,14 +116,14 @@ class ResponsesConfig:
     backend: str = "in_process"  # in_process | server (any OpenAI-compatible endpoint)
     servers: list[str] = field(default_factory=list)  # base URLs ending in /v1
     model: Optional[str] = None  # name at the server; null: the first one it lists
-    max_tokens: int = 4096
-    temperature: float = 0.7
-    top_p: float = 0.8
+    max_tokens: int = 4096  # of one answer
+    temperature: float = 0.7  # of sampling; 0 is greedy
+    top_p: float = 0.8  # share of probability that may be drawn from; 1 = all
     top_k: int = 20  # 0 = off
     batch_size: int = 32  # rows decoded together in process
     concurrency: int = 64  # requests in flight over all servers
     seconds_per_token: float = 0.2  # request timeout = 30 s + max_tokens * this
-    retries: int = 4
+    retries: int = 4  # of one request, with growing pauses
     breaker_failures: int = 5  # in a row, of different rows, before a server gets no requests until it recovers
     patience_seconds: float = 60.0  # without any server that works, before the stage stops
     thinking_share: Optional[float] = None  # of the rows, chosen by their ids; null: all as target.thinking says
@@ -138,7 +140,7 @@ class FeaturesConfig:
     mode: str = "cached"
     codec: str = "int8"  # int8, fp8-e4m3 (half of bf16) | bf16 | lossless (bf16 entropy-coded, about 69 %) | fp32
     token_budget: int = 8192  # tokens per forward
-    shard_megabytes: int = 512
+    shard_megabytes: int = 512  # size of one file of the store
     queue_depth: int = 4  # disaggregated: packs that are under way to each trainer rank while it works on another
     queue_timeout: float = 600.0  # disaggregated: seconds without the pack a trainer waits for, before it gives up
     path: Optional[str] = None  # folder of a store that is there already (imported, say); null: where this run makes it
@@ -194,12 +196,12 @@ class CalibrationConfig:
     noise_guard: bool = True
     records: Optional[str] = None  # recorded by an engine in service, instead of the run's own: docs/calibration.md
     recalibrate: bool = True  # with records: fit on them and replace calibration.json; false only writes drift.json
-    num_bins: int = 20
-    grid_min: float = 0.1
-    grid_max: float = 10.0
-    grid_points: int = 41
+    num_bins: int = 20  # equal-width bins of the ECE
+    grid_min: float = 0.1  # least temperature that is tried
+    grid_max: float = 10.0  # greatest
+    grid_points: int = 41  # temperatures, equally far apart in logarithm
     fit_fraction: float = 0.5  # of the conversations that remain after the refit
-    bootstrap: int = 200
+    bootstrap: int = 200  # draws of conversations behind the intervals
 
 
 @dataclass
