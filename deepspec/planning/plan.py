@@ -29,12 +29,15 @@ def _parameters(plan: Plan) -> list[str]:
     counts = plan.parameters
     parts = ", ".join(
         f"{name} {getattr(counts, name):,}" for name in ("fc", "layers", "norms", "head", "confidence"))
-    return [
+    lines = [
         "Parameters",
         f"  trainable       {counts.trainable:>15,}  ({parts})",
         f"  frozen copies   {counts.frozen:>15,}  (embedding and LM head of the target)",
         f"  target          {counts.target:>15,}  (frozen, from its sizes)",
     ]
+    if counts.target_active != counts.target:
+        lines.append(f"  of it active    {counts.target_active:>15,}  (per token: the experts it goes through)")
+    return lines
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -20,6 +20,7 @@ class ParameterCount:
     confidence: int
     frozen: int
     target: int  # the frozen target itself, from its sizes
+    target_active: int  # of these, what one token is multiplied with
 
     @property
     def trainable(self) -> int:
@@ -72,8 +73,13 @@ def active_layers(config: Config, parameters: ParameterCount) -> int:
 
 
 def target_parameters(config: Config) -> int:
-    """Elements of a dense decoder of these sizes (tied or not is unknown here: one matrix more at most)."""
+    """Elements of the target: as told, else of a dense decoder of these sizes.
+
+    Tied or not is unknown there: one matrix more at most.
+    """
     shape = config.target.shape
+    if shape.parameters is not None:
+        return shape.parameters
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
     return shape.num_layers * layer + 2 * shape.vocab_size * shape.hidden_size + shape.hidden_size
@@ -81,4 +87,6 @@ def target_parameters(config: Config) -> int:
 
 def count_parameters(config: Config) -> ParameterCount:
     """All counts of one configuration."""
-    return ParameterCount(**layout.breakdown(drafter_keys(config)), target=target_parameters(config))
+    target = target_parameters(config)
+    active = config.target.shape.active_parameters or target
+    return ParameterCount(**layout.breakdown(drafter_keys(config)), target=target, target_active=active)

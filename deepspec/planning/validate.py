@@ -76,6 +76,9 @@ def _target(config: Config) -> None:
     for name, value in vars(shape).items():
         if name not in ("model_type", "keys_are_values") and _known(value):
             whole(f"target.shape.{name}", value, 1)
+    if shape.active_parameters is not None:
+        require(shape.active_parameters <= (shape.parameters or 0), "target.shape.active_parameters",
+                shape.active_parameters, f"at most target.shape.parameters={shape.parameters}")
     if _known(shape.num_heads) and _known(shape.num_kv_heads):
         require(shape.num_heads % shape.num_kv_heads == 0, "target.shape.num_kv_heads", shape.num_kv_heads,
                 f"a divisor of target.shape.num_heads={shape.num_heads}")

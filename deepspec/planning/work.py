@@ -115,7 +115,7 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
     labels = anchors * draft_length(drafter)
     rank = drafter.markov_rank if drafter.head != "none" else 0
     objective = labels * 4.0 * vocab * (hidden + rank) + min(labels, length) * 2.0 * vocab * hidden
-    online = 2.0 * parameters.target * length if config.features.mode == "online" else 0.0
+    online = 2.0 * parameters.target_active * length if config.features.mode == "online" else 0.0
     return context + backbone + objective + online
 
 
@@ -130,7 +130,7 @@ def padding_flops(config: Config, parameters: ParameterCount, packs: PackPlan) -
 def stage_flops(config: Config, parameters: ParameterCount, work: Workload) -> dict[str, float]:
     """FLOPs of the three heavy stages."""
     samples = work.steps * config.trainer.global_batch_size
-    once = 2.0 * parameters.target
+    once = 2.0 * parameters.target_active
     flops = {"responses": once * (work.prompts or 0) * work.length.answer}
     if paths.leaves_store(config):
         flops["features"] = once * work.tokens

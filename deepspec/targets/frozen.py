@@ -60,7 +60,6 @@ class FrozenTarget:
         self.lm_head_weight = _weight(model.get_output_embeddings())  # [V, D]
         self.final_norm_weight: Optional[Tensor] = getattr(getattr(self._decoder, "norm", None), "weight", None)  # [D]
         self.stream_head: Optional[nn.Module] = getattr(self._decoder, "hc_head", None)  # collapse of V4's streams
-        self.stream_head: Optional[nn.Module] = getattr(self._decoder, "hc_head", None)  # collapse of V4's streams
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         extra = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

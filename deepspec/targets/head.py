@@ -21,7 +21,7 @@ from deepspec.targets.frozen import head_logits, refuse_streams
 from deepspec.targets.load import DTYPES, load_tokenizer, locate
 from deepspec.targets.options import check_layers, check_mask
 from deepspec.targets.quiet import quiet_transformers
-from deepspec.targets.spec import TargetSpec, check_shape
+from deepspec.targets.spec import TargetSpec, check_parameters, check_shape
 from deepspec.targets.tensor_files import TensorFiles, fingerprint_of_files
 
 
@@ -114,4 +114,5 @@ def load_head(config: TargetConfig, *, device: torch.device | str, cache_dir: Pa
                       feature_layers=config.feature_layers,
                       mask_token_id=None if config.mask_token_id == MISSING else config.mask_token_id)
     check_shape(head.spec, config.shape)
+    check_parameters(skeleton, config.shape, config.name)
     return head

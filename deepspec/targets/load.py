@@ -14,7 +14,7 @@ from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.gguf import ensure_gguf
 from deepspec.targets.micro import ensure_micro
 from deepspec.targets.quiet import quiet_transformers
-from deepspec.targets.spec import check_shape
+from deepspec.targets.spec import check_parameters, check_shape
 from deepspec.targets.tensor_files import TensorFiles
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ def load_target(config: TargetConfig, *, device: torch.device | str, cache_dir: 
         model, tokenizer, feature_layers=config.feature_layers if features else (), name=config.name,
         mask_token_id=None if config.mask_token_id == MISSING else config.mask_token_id, files=TensorFiles(folder))
     check_shape(target.spec, config.shape)
+    check_parameters(model, config.shape, config.name)
     target.self_check()
     return target
 

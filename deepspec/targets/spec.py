@@ -8,6 +8,8 @@ from deepspec.config.schema import MISSING, TargetShape
 from deepspec.errors import InputRefused
 from deepspec.targets.quantization import quantization_name
 
+_COUNTS = ("parameters", "active_parameters")  # of the weights, not in a Hugging Face configuration
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -139,6 +141,22 @@ def _embed_scale(config: Any) -> float:
     return math.sqrt(config.hidden_size) if config.model_type.startswith("gemma") else 1.0
 
 
+def check_parameters(model: Any, shape: TargetShape, name: str) -> None:
+    """Compare the elements of a causal LM's text part, with or without weights, with what its configuration promised.
+
+    Raises InputRefused when they differ by more than a hundredth. Quantised weights are not compared: they are packed.
+    """
+    if shape.parameters is None or getattr(model.config, "quantization_config", None) is not None:
+        return
+    unique = {id(parameter): parameter.numel() for part in (model.get_decoder(), model.get_output_embeddings())
+              for parameter in part.parameters()}
+    found = sum(unique.values())
+    if abs(found - shape.parameters) > 0.01 * shape.parameters:
+        raise InputRefused(f"{name} has {found:,} parameters, but target.shape.parameters says {shape.parameters:,}. "
+                           "Correct target.shape.parameters and target.shape.active_parameters, or point target.path "
+                           "at the model that was meant.")
+
+
 def check_shape(spec: TargetSpec, shape: TargetShape) -> None:
     """Compare the loaded target with the sizes its configuration promised; fields left open are not compared.
 
@@ -147,7 +165,7 @@ def check_shape(spec: TargetSpec, shape: TargetShape) -> None:
     differing = [
         f"{name} is {getattr(spec, name)!r} but target.shape.{name} says {promised!r}"
         for name, promised in asdict(shape).items()
-        if promised not in (MISSING, None) and promised != getattr(spec, name)
+        if name not in _COUNTS and promised not in (MISSING, None) and promised != getattr(spec, name)
     ]
     if differing:
         raise InputRefused(
