@@ -1,13 +1,15 @@
 """What a run would do and need: parameters, memory, disk, time, stages. No GPU, no hub, no torch."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from deepspec import artifacts
 from deepspec.config import paths
 from deepspec.config.schema import STAGES, Config
-from deepspec.planning import memory, texts, work
+from deepspec.planning import memory, peak, texts, work
 from deepspec.planning.ranks import trainer_ranks
 from deepspec.planning.sizes import ParameterCount, count_parameters
 
@@ -43,6 +45,16 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What a ZeRO stage needs on the ranks of the plan, and the largest batch that each accelerator has room for."""
+
+    zero_stage: int
+    peak: int
+    host: int
+    largest: dict[str, Optional[int]]  # None: not even the smallest
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything ``render`` prints."""
 
@@ -57,6 +69,11 @@ class Plan:
     hours: dict[str, dict[str, float]]  # accelerator -> stage -> device hours
     ranks: int
     zero_stage: int
+    rank: peak.RankBytes  # one rank that trains with these very options
+    fits: tuple[Fit, ...]
+    target_ranks: int
+    target_rank_bytes: int  # of each
+    batch_unit: str  # what ``Fit.largest`` counts
     stages: tuple[StagePlan, ...]
     disks: tuple[Disk, ...]
 
@@ -142,6 +159,19 @@ def accelerator_hours(flops: dict[str, float]) -> dict[str, dict[str, float]]:
     return table
 
 
+def plan_fits(config: Config, parameters: ParameterCount, workload: work.Workload, ranks: int) -> tuple[Fit, ...]:
+    """Every ZeRO stage on every named accelerator and in this machine's memory."""
+    here = peak.machine_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    rooms = {name: gigabytes * 1e9 for name, gigabytes in peak.ACCELERATOR_GB.items()} | {work.cpu_name(): here}
+    return tuple(
+        Fit(stage, rank.peak, rank.host,
+            {name: peak.largest_batch(config, parameters, workload.length, stage, ranks, peak.USABLE * room)
+             for name, room in rooms.items()})
+        for stage in memory.ZERO_STAGES
+        for rank in (peak.rank_bytes(config, parameters, workload.packs, stage, ranks),)
+    )
+
+
 def make_plan(config: Config) -> Plan:
     """The plan of ``config``, from its options and from what is on disk."""
     parameters = count_parameters(config)
@@ -153,11 +183,18 @@ def make_plan(config: Config) -> Plan:
                            averaged=config.trainer.ema_decay is not None)
         for stage in memory.ZERO_STAGES for ranks in memory.RANK_COUNTS
     )
+    ranks, zero_stage = trainer_ranks(config), config.engine.zero_stage
+    target_ranks = config.target.ranks if config.features.mode == "disaggregated" else 0
     return Plan(
         run=config.run.name, target=config.target.name, parameters=parameters, states=states,
         step=memory.step_bytes(config, parameters, workload.packs), workload=workload,
         texts=planned_texts(config, workload, stages_due(stages)), flops=flops,
         hours=accelerator_hours(flops),
-        ranks=trainer_ranks(config), zero_stage=config.engine.zero_stage, stages=stages,
+        ranks=ranks, zero_stage=zero_stage, stages=stages,
+        rank=peak.rank_bytes(config, parameters, workload.packs, zero_stage, ranks),
+        fits=plan_fits(config, parameters, workload, ranks), target_ranks=target_ranks,
+        target_rank_bytes=peak.target_rank_bytes(config, parameters, workload.packs) if target_ranks else 0,
+        batch_unit="samples of trainer.micro_batch_size" if config.trainer.pack_tokens is None else
+        "tokens of trainer.pack_tokens",
         disks=needed_disk(config, workload, stages),
     )

@@ -90,6 +90,15 @@ def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int
     return (layers + ends) * width
 
 
+def objective_bytes(config: Config, labels: int) -> int:
+    """One chunk of fp32 logits (drafter, target and transition of each label at most) and the gradients made with it:
+    of block states, of transitions and of their table.
+    """
+    shape, rank = config.target.shape, config.drafter.markov_rank if config.drafter.head != "none" else 0
+    chunk = min(config.objective.chunk_megabytes * 2**20, 3 * labels * shape.vocab_size * 4)
+    return chunk + 4 * (labels * (shape.hidden_size + rank) + shape.vocab_size * rank)
+
+
 def step_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> StepBytes:
     """Everything of one rank besides model state, for its largest pack."""
     width = 2 if config.trainer.precision == "bf16" else 4
@@ -100,10 +109,9 @@ def step_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> S
     target_width = 2 if config.target.dtype == "bfloat16" else 4
     whole = config.features.mode in ("online", "hybrid") or config.trainer.decode_every > 0
     online = parameters.target * target_width if whole else 0
-    chunk = config.objective.chunk_megabytes * 2**20
-    states = packs.anchors * draft_length(config.drafter) * (hidden * 4 + config.drafter.markov_rank * 4)
+    objective = objective_bytes(config, packs.anchors * draft_length(config.drafter))
     return StepBytes(
         frozen=0 if online else parameters.frozen * target_width, target=online,
         batch=(1 + ahead) * packs.tokens * (taps + 1) * hidden * width,
-        activations=activation_bytes(config, packs.tokens, slots, width), objective=chunk + states,
+        activations=activation_bytes(config, packs.tokens, slots, width), objective=objective,
     )

@@ -1,6 +1,6 @@
 """A plan and its text: what ``plan=true`` prints."""
 
-from deepspec.planning import memory, work
+from deepspec.planning import memory, peak, work
 from deepspec.planning.estimate import Plan, make_plan
 from deepspec.planning.samples import LOSSLESS_SHARE
 
@@ -47,11 +47,33 @@ def _memory(plan: Plan) -> list[str]:
         cells = [state for state in plan.states if state.zero_stage == stage]
         texts = [f"{size(c.parameters)} + {size(c.gradients)} + {size(c.optimizer)} = {size(c.total)}" for c in cells]
         lines.append(f"  {stage}     " + "".join(f"{text:>44}" for text in texts))
-    step = plan.step
+    step, rank = plan.step, plan.rank
     fixed = f"frozen weights {size(step.frozen)}" if step.frozen else f"whole target {size(step.target)}"
-    lines.append(f"  besides, whatever the stage: {fixed}, batch {size(step.batch)}, activations "
-                 f"{size(step.activations)}, objective {size(step.objective)}; sum {size(step.total)}")
+    lines.append(f"  besides: {fixed}, batch {size(step.batch)}, activations {size(step.activations)} and either "
+                 f"objective {size(step.objective)} or collectives {size(rank.collectives)}; at the update "
+                 f"{size(rank.update)}")
+    return lines + _fits(plan)
+
+
+def _fits(plan: Plan) -> list[str]:
+    """Peaks by ZeRO stage, and what fits where."""
+    names = list(plan.fits[0].largest)
+    host = any(fit.host for fit in plan.fits)
+    several = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
+    lines = [f"Peak per rank on {several}, and the most {plan.batch_unit} that fit",
+             "  ZeRO" + f"{'peak':>12}" + f"{'in main memory':>18}" * host + "".join(f"{_head(name):>20}" for name in names)]
+    for fit in plan.fits:
+        mark = "  *" if fit.zero_stage == plan.zero_stage else ""
+        cells = "".join(f"{'too large' if most is None else f'{most:,}':>20}" for most in fit.largest.values())
+        lines.append(f"  {fit.zero_stage}   {size(fit.peak):>12}" + f"{size(fit.host):>18}" * host + cells + mark)
+    lines.append(f"  (* engine.zero_stage as it is; {peak.USABLE:.0%} of an accelerator's memory counted as usable)")
+    if plan.target_ranks:
+        lines.append(f"  each of the {plan.target_ranks} target ranks: {size(plan.target_rank_bytes)}")
     return lines
+
+
+def _head(name: str) -> str:
+    return f"{name} {peak.ACCELERATOR_GB[name]} GB" if name in peak.ACCELERATOR_GB else name
 
 
 def _work(plan: Plan) -> list[str]:
