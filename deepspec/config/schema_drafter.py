@@ -25,6 +25,8 @@ class DrafterConfig:
     confidence_with_markov: bool = True  # Eq. 7 reads [h_k ; W_1[x_{k-1}]]; false reads h_k alone
     intermediate_size: Optional[int] = None  # null: the target's
     sliding_window: Optional[int] = None  # context tokens before its anchor that a block sees; null: all of them
+    # tokens it may propose, the most frequent of the training data (vocabulary.py); null: all of the target's
+    draft_vocab_size: Optional[int] = None
     warm_start: bool = False  # copy the target's last layers into the drafter's, and select the last feature in W_c
     init_from: Optional[str] = None  # folder of an exported drafter in DeepSpec layout to continue from
     # eagle3 and mtp: steps of its own hidden states that training unrolls from an anchor; null: block_size

@@ -74,7 +74,8 @@ def check_config(config: Mapping[str, Any], wanted: DrafterShape, folder: Path) 
     """Findings of config.json. ``wanted``: the shape under which an export serves this drafter."""
     kind = layout_of(config)
     try:
-        found = shape_from_config(deepspec_values(config, target_layers=wanted.num_target_layers))
+        found = shape_from_config(deepspec_values(config, target_layers=wanted.num_target_layers),
+                                  wanted.draft_ids)
     except InputRefused as error:
         return [Finding("config", str(error), _FIX)]
     findings = compare_shapes(found, wanted, folder)

@@ -11,6 +11,7 @@ from deepspec.drafters.attention import check_backend
 from deepspec.drafters.precision import exact
 from deepspec.drafters.rope import RotaryTable
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
+from deepspec.drafters.vocabulary import outside
 
 
 class Drafter(nn.Module):
@@ -64,13 +65,17 @@ class Drafter(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """LM head of states [..., D] after the last norm: [..., V], float32 at least, scaled, capped as the target's.
+
+        Minus infinity at tokens outside a reduced draft vocabulary.
         """
         weight = self.shared.lm_head
         logits = exact(functional.linear(hidden.to(weight.dtype), weight))
         if self.shape.logit_scale != 1.0:
             logits = logits * self.shape.logit_scale
         cap = self.shape.final_logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        unknown = outside(self.shape, logits.device)
+        return logits if unknown is None else logits.masked_fill(unknown, -torch.inf)
 
     def confidence(self, hidden_k: Tensor, previous_ids: Tensor) -> Optional[Tensor]:
         """Logits [...] of Eq. 7 for h_k [..., D] and ids [...] of the tokens before; None without the head."""

@@ -17,6 +17,7 @@ from deepspec.drafters.v4.config import is_v4_config, v4_from_config, v4_keys
 from deepspec.errors import InputRefused
 
 ARCHITECTURE = "Qwen3DSparkModel"
+IDS_KEY = "deepspec_draft_ids"  # in checkpoints; exports have d2t instead
 
 
 def _slot_keys(shape: DrafterShape) -> dict[str, Any]:
@@ -110,6 +111,8 @@ def shape_to_config(
         config |= gemma4_keys(shape, rope)  # its classes scale embeddings without being told
     elif shape.embed_scale != 1.0:
         config["embed_scale"] = shape.embed_scale
+    if shape.draft_ids is not None:
+        config |= {"draft_vocab_size": len(shape.draft_ids), IDS_KEY: list(shape.draft_ids)}
     return {**config, **(extra or {})}
 
 
@@ -125,8 +128,22 @@ def _agreed(config: Mapping[str, Any]) -> dict[str, Any]:
     return lifted
 
 
-def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
-    """Shape of a checkpoint or export, also of one made by the reference code; raises InputRefused on a missing key."""
+def _draft_ids(config: Mapping[str, Any], given: Optional[tuple[int, ...]]) -> Optional[tuple[int, ...]]:
+    size, ids = config.get("draft_vocab_size"), config.get(IDS_KEY, given)
+    if size is None or size == config["vocab_size"]:
+        return None
+    if ids is None or len(ids) != size:
+        raise InputRefused(f"The drafter's config.json has draft_vocab_size={size} of {config['vocab_size']} tokens, but "
+                           f"{'no' if ids is None else len(ids)} draft tokens are named by a d2t tensor. Point at the "
+                           "folder with all its files.")
+    return tuple(ids)
+
+
+def shape_from_config(config: Mapping[str, Any], draft_ids: Optional[tuple[int, ...]] = None) -> DrafterShape:
+    """Shape of a checkpoint or export, also of one made by the reference code; raises InputRefused on a missing key.
+
+    ``draft_ids``: what the file's ``d2t`` stands for, where it reduces the vocabulary and config.json lists no ids.
+    """
     if is_v4_config(config):
         return v4_from_config(config)
     keys = with_plain_names(_agreed(config)) if is_gemma4(config) else _agreed(config)
@@ -155,6 +172,7 @@ def shape_from_config(config: Mapping[str, Any]) -> DrafterShape:
             logit_scale=float(keys.get("logit_scale", 1.0)),
             sliding_window=window_of(keys), unroll=keys.get("deepspec_unroll"),
             block=GEMMA4 if is_gemma4(config) else QWEN3, keys_are_values=bool(keys.get("attention_k_eq_v", False)),
+            draft_ids=_draft_ids(keys, draft_ids),
         )
     except KeyError as missing:
         raise InputRefused(

@@ -24,7 +24,7 @@ def recurrent_keys(shape: DrafterShape) -> dict[str, Any]:
         return keys | {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True,
                        "num_nextn_predict_layers": 1, "qk_norm": True}
     return keys | {
-        "architectures": ["Eagle3Qwen3ForCausalLM"], "draft_vocab_size": shape.vocab_size,
+        "architectures": ["Eagle3Qwen3ForCausalLM"], "draft_vocab_size": len(shape.draft_ids or ()) or shape.vocab_size,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in shape.feature_layers],
         "num_aux_hidden_states": len(shape.feature_layers), "norm_before_residual": False, "norm_before_fc": False,
         "fc_norm": False, "norm_output": False,

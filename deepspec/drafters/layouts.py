@@ -41,9 +41,6 @@ def _from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     if layer.get("model_type") != "qwen3":
         raise _refuse(SPECULATORS, f"has layers of model_type {layer.get('model_type')!r}",
                       "Only Qwen3-shaped drafters (per-head norms of queries and keys) can be read from it.")
-    if config.get("draft_vocab_size", layer.get("vocab_size")) != layer.get("vocab_size"):
-        raise _refuse(SPECULATORS, f"has a reduced draft vocabulary of {config['draft_vocab_size']} tokens",
-                      "This project's drafters know the whole vocabulary: use one that was trained without a mapping.")
     ids = list(config.get("aux_hidden_state_layer_ids") or ())
     if not ids or any(not isinstance(layer_id, int) or layer_id < 1 for layer_id in ids):
         raise _refuse(SPECULATORS, f"has aux_hidden_state_layer_ids={ids}",
@@ -51,7 +48,7 @@ def _from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
                       "here.")
     return {**layer, **{key: config[key] for key in (
         "block_size", "mask_token_id", "target_hidden_size", "markov_rank", "markov_head_type",
-        "confidence_head_with_markov", "dtype", "deepspec_algorithm") if key in config},
+        "confidence_head_with_markov", "dtype", "deepspec_algorithm", "draft_vocab_size") if key in config},
         "architectures": list(config.get("architectures") or ()), "target_layer_ids": [item - 1 for item in ids],
         "enable_confidence_head": bool(config.get("enable_confidence_head", False)),
         # Without the key the package itself takes these values.

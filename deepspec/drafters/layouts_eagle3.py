@@ -18,8 +18,8 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 
 def _refuse(reason: str) -> InputRefused:
-    return InputRefused(f"This EAGLE-3 drafter's config.json {reason}. Only one Qwen3-shaped layer over the whole "
-                        "vocabulary, with every norm flag false, can be read.")
+    return InputRefused(f"This EAGLE-3 drafter's config.json {reason}. Only one Qwen3-shaped layer with every norm "
+                        "flag false can be read.")
 
 
 def eagle3_values(config: Mapping[str, Any], target_layers: Optional[int] = None) -> dict[str, Any]:
@@ -33,8 +33,6 @@ def eagle3_values(config: Mapping[str, Any], target_layers: Optional[int] = None
         raise _refuse(f"has model_type {values.get('model_type')!r} and attention_bias={values.get('attention_bias')}")
     if values.get("num_hidden_layers", 1) != 1:
         raise _refuse(f"has {values['num_hidden_layers']} layers")
-    if values.get("draft_vocab_size", values.get("vocab_size")) != values.get("vocab_size"):
-        raise _refuse(f"has a reduced draft vocabulary of {values['draft_vocab_size']} tokens")
     flags = [flag for flag in NORM_FLAGS if values.get(flag)]
     if flags:
         raise _refuse(f"has {', '.join(flags)}")

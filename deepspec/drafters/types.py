@@ -46,6 +46,7 @@ class DrafterShape:
     unroll: Optional[int] = None  # steps an autoregressive drafter is trained for; None: the draft length
     block: str = "qwen3"  # kind of decoder layers: qwen3 | gemma4
     keys_are_values: bool = False  # gemma4: values are made of the keys' projection
+    draft_ids: Optional[tuple[int, ...]] = None  # target ids that it proposes, ascending; None: all
     v4: Optional[V4Shape] = None  # dspark_v4: sizes of its stages
 
     @property

@@ -31,7 +31,9 @@ DEFINITIONS = (
     "begin more often where text is hard to guess: for comparing drafters only. task_score: share of the prompts with "
     "a known solution that the answer reached, Wilson interval; difference: minus the target alone on the same prompts "
     "under the same conditions, interval for matched pairs (Agresti and Min), p exact on the prompts that differ; the "
-    "macro's is pooled over all prompts."
+    "macro's is pooled over all prompts. by_context_length, by_thinking: rounds of all benchmarks, told apart by the "
+    "tokens before them (prompt and answer) and by whether their conversation reasons. draft_vocab_coverage: share of "
+    "the generated tokens that a drafter with a reduced vocabulary can propose, a ceiling on acceptance."
 )
 
 

@@ -99,6 +99,17 @@ def _warm_up(subject: Subject, decoder: SpeculativeDecoder, benchmark: Benchmark
         continue
 
 
+def tokens_inside(drafter: Any, results: Sequence[DecodeResult]) -> tuple[int, int]:
+    """Generated tokens that a drafter of a reduced vocabulary could have proposed, of how many; none of 0 for others.
+
+    The answers are the target's, so the share is a ceiling on the acceptance of one draft token."""
+    ids = None if drafter.shape.draft_ids is None else set(drafter.shape.draft_ids)
+    if ids is None:
+        return 0, 0
+    return (sum(token in ids for item in results for token in item.token_ids),
+            sum(len(item.token_ids) for item in results))
+
+
 def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: EvaluateConfig, where: Conditions,
                    modes: Sequence[str], *, seed: int, label: str = "", progress: Progress = None,
                    answers: Optional[dict[str, tuple[str, list[Answer]]]] = None) -> dict[str, Setting]:
@@ -119,8 +130,8 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
             results = run_conversations(own, subject.renderer, run)
             counts = AcceptanceCounts.of(results, subject.draft_length)
             right = solved(own, results, subject.renderer.text, run_code=config.run_code)
-            found = counts, run.speed, right, of_results(results, subject.draft_length, config.context_buckets,
-                                                         reasons(own))
+            slices = of_results(results, subject.draft_length, config.context_buckets, reasons(own))
+            found = counts, run.speed, right, slices, tokens_inside(subject.drafter, results)
             gathered = distributed.gather_objects(found)
             parts: list[Any] = [found] if gathered is None else gathered
             merged = AcceptanceCounts.concatenate(part[0] for part in parts)
@@ -135,6 +146,7 @@ def decode_setting(subject: Subject, benchmarks: Sequence[Benchmark], config: Ev
                                {name: right for part in parts for name, right in part[2].items()})
             if mode != "none":
                 settings[mode].tell_apart(together(part[3] for part in parts))
+                settings[mode].inside.extend(part[4] for part in parts)
     return settings
 
 

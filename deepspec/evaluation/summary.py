@@ -75,6 +75,7 @@ class Setting:
     domains: dict[str, str] = field(default_factory=dict)  # of each benchmark
     solved: dict[str, Solved] = field(default_factory=dict)  # of each benchmark, where its prompts have tasks
     slices: Slices = field(default_factory=dict)  # of all benchmarks
+    inside: list[tuple[int, int]] = field(default_factory=list)  # of a reduced vocabulary: tokens inside, of how many
 
     def add(self, name: str, domain: str, counts: AcceptanceCounts, speed: Speed,
             solved: Optional[Solved] = None) -> None:
@@ -154,6 +155,12 @@ def _score(setting: Setting, alone: Optional[Setting], names: Sequence[str]) -> 
     return {} if found is None else {"task_score": found}
 
 
+def _vocabulary(setting: Setting) -> dict[str, Any]:
+    """What a reduced draft vocabulary costs: the share of generated tokens that could have been proposed."""
+    total = sum(part[1] for part in setting.inside)
+    return {"draft_vocab_coverage": sum(part[0] for part in setting.inside) / total} if total else {}
+
+
 def describe(setting: Setting, alone: Optional[Setting], *, resamples: int, seed: int) -> dict[str, Any]:
     """One entry of ``settings``."""
     benchmarks = {
@@ -174,7 +181,8 @@ def describe(setting: Setting, alone: Optional[Setting], *, resamples: int, seed
             "mode": "sampled" if setting.estimator == "sampled" else "analytic", "estimator": setting.estimator,
             "decoding": setting.decoding, "batch_size": setting.batch_size, "benchmarks": benchmarks,
             "domains": domains, "macro": _macro(setting, benchmarks, alone, resamples, seed)
-            | _score(setting, alone, list(setting.counts)), **described(setting.slices, resamples, seed)}
+            | _score(setting, alone, list(setting.counts)), **described(setting.slices, resamples, seed),
+            **_vocabulary(setting)}
 
 
 def _against(trained: Optional[Setting], baseline: Setting, resamples: int, seed: int) -> Optional[dict[str, Any]]:

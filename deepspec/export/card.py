@@ -99,6 +99,18 @@ def _row(name: str, value: Mapping[str, Any]) -> list[str]:
             _number(value.get("speedup"))]
 
 
+def _vocabulary(values: Mapping[str, Any], evaluation: Optional[Mapping[str, Any]]) -> list[str]:
+    """What a reduced draft vocabulary costs."""
+    size = values.get("draft_vocab_size", values["vocab_size"])
+    if size == values["vocab_size"]:
+        return []
+    shares = [setting["draft_vocab_coverage"] for setting in speculative_settings(evaluation).values()
+              if setting.get("draft_vocab_coverage") is not None]
+    measured = f"{shares[0]:.2%} of the tokens generated in the evaluation are among them" if shares else "not measured"
+    return [f"Proposes {size} of the target's {values['vocab_size']} tokens (`d2t`): {measured}, which is a ceiling on "
+            "the acceptance of one draft token.", ""]
+
+
 def _told_apart(setting: Mapping[str, Any]) -> list[str]:
     """Acceptance by context length and by reasoning, where an evaluation has several of them."""
     lines = []
@@ -206,7 +218,7 @@ def card(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Or
     names = evidence.absent
     lines = [
         *_front_matter(config, origin), *_what(values, spec, config, origin), *_data(config),
-        *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
+        *_vocabulary(values, evidence.evaluation), *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
         *_calibration(evidence.calibration, names.get("calibration")), *_profile(evidence.sps, names.get("profile")),
         launch, *_limits(values, config, evidence, origin),
     ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspec.drafters.types import SharedWeights
+from deepspec.drafters.vocabulary import stored_ids
 from deepspec.export import layout, layout_gemma4, layout_recurrent, layout_v4, tensors
 
 
@@ -68,8 +69,10 @@ def check_tensors(folder: Path, config: Mapping[str, Any]) -> list[str]:
         problems.append(f"tensor {name} is not expected{wrapped}")
     problems += [f"tensor {name} has shape {found[name][1]}, expected {expected[name]}" for name in sorted(expected)
                  if name in found and found[name][1] != expected[name]]
+    problems += [f"tensor {name} has dtype {found[name][0]}, expected {dtype}" for name, dtype in layout.MAPPING.items()
+                 if name in found and found[name][0] != dtype]
     dtypes = sorted({config["dtype"] if dtype == layout_v4.dtype_of(name, config["dtype"]) else dtype
-                     for name, (dtype, _) in found.items()})
+                     for name, (dtype, _) in found.items() if name not in layout.MAPPING})
     if dtypes != [config["dtype"]] or config["torch_dtype"] != config["dtype"]:
         problems.append(f"dtypes {dtypes} in the file, config.json says {config['dtype']} and {config['torch_dtype']}")
     for name, tensor in tensors.read(folder).items():
@@ -83,7 +86,10 @@ def check_shared(folder: Path, shared: SharedWeights, dtype: torch.dtype,
     """Check 3: embedding and LM head are byte-equal to the target's (in the export's dtype). Also their SHA-256."""
     stored = tensors.read(folder)
     problems, digests = [], {}
+    ids = stored_ids(stored, folder)
     for name, wanted in tensors.shared_tensors(shared, dtype, names).items():
+        if ids is not None and name in layout.DRAFT_ROWS:
+            wanted = wanted[torch.tensor(ids)]
         digests[name] = tensors.digest(wanted)
         if name in stored and tensors.digest(stored[name]) != digests[name]:
             problems.append(f"{name} differs from the target's")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from deepspec.drafters.config import shape_to_config
+from deepspec.drafters.config import IDS_KEY, shape_to_config
 from deepspec.drafters.types import GEMMA4, DrafterShape
 from deepspec.export import layout
 from deepspec.targets.spec import TargetSpec
@@ -45,6 +45,7 @@ def config_values(shape: DrafterShape, spec: TargetSpec, facts: ConfigFacts) -> 
         "bos_token_id": spec.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": facts.pad_token_id, "deepspec_training_max_length": facts.training_max_length,
     })
+    values.pop(IDS_KEY, None)  # the d2t tensor says it
     if serving.head == "none" and not serving.autoregressive:
         values["architectures"] = [layout.DFLASH_ARCHITECTURE]
         kept = ("block_size", "target_layer_ids", "mask_token_id", "causal")

@@ -57,6 +57,14 @@ def _window_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     return []
 
 
+def _vocabulary_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
+    size = config.get("draft_vocab_size", config["vocab_size"])
+    if size == config["vocab_size"] or engine in ("vllm", "llama_cpp"):
+        return []
+    return [f"it takes no reduced draft vocabulary ({size} of {config['vocab_size']} tokens; train with "
+            "drafter.draft_vocab_size=null for this engine)"]
+
+
 def _gemma4_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     if engine not in ("vllm", "llama_cpp"):
         return ["Gemma4-shaped drafters were not looked into (train with drafter.block=qwen3 for this engine)"]
@@ -88,7 +96,7 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     dflash, gemma4 = layout.is_dflash(config), layout_gemma4.is_gemma4(config)
     reasons: dict[str, list[str]] = {
         name: _head_reasons(config, name) + _window_reasons(config, name) + _target_reasons(config, name)
-        + (_gemma4_reasons(config, name) if gemma4 else [])
+        + _vocabulary_reasons(config, name) + (_gemma4_reasons(config, name) if gemma4 else [])
         for name in ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")
     }
     if dflash:

@@ -11,6 +11,8 @@ from deepspec.export.layout_recurrent import EAGLE3, MTP
 FORMATS = ("deepspec", "speculators", "specforge", "zlab_dflash")
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")
 SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")  # a row for each token that may be proposed
+MAPPING = {"d2t": "int64", "t2d": "bool"}  # dtypes of what maps a reduced draft vocabulary
 DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 DOUBLED_KEYS = (
@@ -140,7 +142,12 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shared = {name: shape for name in shared_names(config)}
     if is_v4(config):
         return shared | layout_v4.released_tensors(config)
-    return shared | layout_gemma4.ones(config) | trainable_tensors(config)
+    found = shared | layout_gemma4.ones(config) | trainable_tensors(config)
+    draft = config.get("draft_vocab_size", config["vocab_size"])
+    if draft == config["vocab_size"]:
+        return found
+    found |= {name: (draft, *found[name][1:]) for name in DRAFT_ROWS if name in found}
+    return found | {"d2t": (draft,), "t2d": (config["vocab_size"],)}
 
 
 def full_attention_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

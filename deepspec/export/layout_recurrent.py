@@ -74,8 +74,6 @@ def check_keys(config: Mapping[str, Any], kind: str) -> list[str]:
     if taps != [layer + 1 for layer in ids] or config["num_aux_hidden_states"] != len(ids):
         problems.append(f"eagle_aux_hidden_state_layer_ids={taps} must be target_layer_ids={ids} plus one (engines "
                         "count layer inputs), and num_aux_hidden_states their number")
-    if config["draft_vocab_size"] != config["vocab_size"]:
-        problems.append("draft_vocab_size differs from vocab_size, but there is no d2t")
     problems += [f"{flag}={config[flag]!r}, but the drafter was trained with false"
                  for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config[flag]]
     return problems

@@ -13,6 +13,7 @@ from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.registry import build_drafter
 from deepspec.drafters.types import SharedWeights
 from deepspec.drafters.v4.release import from_release
+from deepspec.drafters.vocabulary import stored_ids, widened
 from deepspec.errors import InputRefused
 from deepspec.export import layout, tensors
 
@@ -31,8 +32,8 @@ def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[nn.
     shares with its target. Strict: a tensor that is missing, unknown or misshapen raises InputRefused."""
     folder = Path(folder)
     values = read_config(folder)
-    shape = shape_from_config(values)
     stored = tensors.read(folder)
+    shape = shape_from_config(values, stored_ids(stored, folder))
     expected = layout.expected_tensors(values)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"{name} is unknown" for name in sorted(stored.keys() - expected.keys())]
@@ -41,6 +42,8 @@ def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[nn.
     if problems:
         raise InputRefused(f"{folder} does not hold the tensors its config.json promises: {'; '.join(problems[:5])}.")
     stored = without_scalars(stored, folder)
+    if shape.draft_ids is not None:
+        stored = widened(stored, shape.draft_ids, shape.vocab_size)
     manifest = read_manifest(folder)
     fingerprint = manifest.inputs.get("target", "") if manifest is not None else ""
     embed, lm_head = (stored.pop(name).to(device) for name in layout.shared_names(values))

@@ -15,13 +15,14 @@ from deepspec.artifacts import atomic_write_json, write_readable
 from deepspec.drafters.config_gemma4 import LAYER_SCALAR
 from deepspec.drafters.types import GEMMA4, DrafterShape, SharedWeights
 from deepspec.drafters.v4.release import to_release
+from deepspec.drafters.vocabulary import narrowed
 from deepspec.errors import InputRefused
 from deepspec.export import layout
 
 SHARD_BYTES = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-HEADER_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64", "I64": "int64"}
+HEADER_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64", "I64": "int64", "BOOL": "bool"}
 
 
 def shared_tensors(shared: SharedWeights, dtype: torch.dtype,
@@ -52,7 +53,7 @@ def collect(drafter: nn.Module, serving: DrafterShape, shared: SharedWeights, dt
     if serving.block == GEMMA4:
         tensors |= {f"layers.{index}.{LAYER_SCALAR}": torch.ones(1, dtype=dtype)
                     for index in range(serving.num_layers)}
-    return tensors
+    return tensors if serving.draft_ids is None else narrowed(tensors, serving)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[str]:

@@ -22,6 +22,7 @@ from deepspec.objective.rows import over_rows, workers_of
 
 TILE_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
 LOG2_E = math.log2(math.e)  # exp2 of a scaled number is three times as fast as exp on some CPUs
+NEVER = -1e30  # logit of a token that is never proposed: its probability is 0, its products with 0 are
 SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
 
 
@@ -38,6 +39,7 @@ class LossInputs:
     softcap: Optional[float]
     budget: int  # bytes for the logits of one chunk
     differentiate: bool
+    unknown: Optional[Tensor] = None  # [V] bool: tokens that the drafter never proposes
 
 
 def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -168,6 +170,8 @@ class ChunkedPass:
         _project(torch.cat((drafter_rows.to(self.exact), target_rows.to(self.exact))), inputs.lm_head, both)
         if inputs.softcap is not None:
             self.cap(both, slope, inputs.softcap)
+        if inputs.unknown is not None:
+            both[:len(drafter_rows)].masked_fill_(inputs.unknown, NEVER)
         self.targets(target)
         if len(bias):
             _project(self.transitions[groups], self.factor, bias)

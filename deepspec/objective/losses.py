@@ -14,11 +14,12 @@ from deepspec.config.schema import ObjectiveConfig
 from deepspec.data.batch import AnchorBlocks, TrainingBatch
 from deepspec.drafters.precision import exact, exact_dtype
 from deepspec.drafters.types import DrafterOutput, DrafterShape, SharedWeights
+from deepspec.drafters.vocabulary import outside
 from deepspec.errors import ConfigError
 from deepspec.kernels import require_kernels, why_not
-from deepspec.objective.chunked import ChunkedPass, LossInputs, slot_losses
+from deepspec.objective.chunked import NEVER, ChunkedPass, LossInputs, slot_losses
 from deepspec.objective.plan import plan_slots
-from deepspec.objective.soft_labels import SoftLabelPass
+from deepspec.objective.soft_labels import TINY, SoftLabelPass
 
 
 def position_weights(draft_length: int, decay: Optional[float]) -> Tensor:
@@ -109,7 +110,7 @@ def _capped(logits: Tensor, softcap: Optional[float]) -> Tensor:
 
 def _eager(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, weights: Tensor, scales: tuple[float, float],
-    softcap: Optional[float], soft: bool,
+    softcap: Optional[float], soft: bool, unknown: Optional[Tensor] = None,
 ) -> _TokenTerms:
     """Reference: every logit in memory, gradients by autograd. ``soft`` labels are the target's distribution."""
     dtype = exact_dtype(output.hidden)
@@ -117,12 +118,16 @@ def _eager(
     logits = _capped(functional.linear(output.hidden.to(dtype), lm_head), softcap)
     if output.transition is not None:
         logits = logits + functional.linear(output.transition.to(dtype), output.output_factor.to(dtype))
+    if unknown is not None:
+        logits = logits.masked_fill(unknown, NEVER)
     rows = batch.last_hidden[batch.blocks.target_rows].to(dtype)
     target_probs = torch.softmax(_capped(functional.linear(rows, lm_head), softcap), dim=-1)
     draft_probs = torch.softmax(logits, dim=-1)
-    ce = cross_entropy_loss(logits, batch.blocks.label_ids, weights)
     if soft:
-        ce = soft_cross_entropy_loss(logits, target_probs, weights)
+        inside = target_probs if unknown is None else target_probs.masked_fill(unknown, 0.0)
+        ce = soft_cross_entropy_loss(logits, inside / inside.sum(dim=-1, keepdim=True).clamp(min=TINY), weights)
+    else:
+        ce = cross_entropy_loss(logits, batch.blocks.label_ids, weights * sayable(batch.blocks.label_ids, unknown))
     tv = total_variation_loss(draft_probs, target_probs, weights)
     rate = acceptance_rate(draft_probs.detach(), target_probs) * batch.blocks.mask
     return _TokenTerms(scales[0] * ce + scales[1] * tv, ce.detach(), tv.detach(), rate)
@@ -130,7 +135,7 @@ def _eager(
 
 def _chunked(
     output: DrafterOutput, batch: TrainingBatch, shared: SharedWeights, weights: Tensor, scales: tuple[float, float],
-    softcap: Optional[float], by_token: bool, budget: int, kind: type[ChunkedPass],
+    softcap: Optional[float], by_token: bool, budget: int, kind: type[ChunkedPass], unknown: Optional[Tensor] = None,
 ) -> _TokenTerms:
     """The same numbers in bounded memory; see chunked.py; triton_losses.py and soft_labels.py have other kinds of pass.
     """
@@ -139,15 +144,17 @@ def _chunked(
     transitions = None if output.transition is None else output.transition.flatten(0, 1)[plan.first_of]
     chosen = weights.flatten()[plan.slots].to(exact_dtype(hidden))
     tracked = (hidden, transitions, output.output_factor)
+    labels = blocks.label_ids.flatten()[plan.slots]
+    known = torch.ones_like(labels, dtype=torch.bool) if issubclass(kind, SoftLabelPass) else sayable(labels, unknown)
     inputs = LossInputs(
-        lm_head=shared.lm_head, last_hidden=batch.last_hidden, labels=blocks.label_ids.flatten()[plan.slots],
-        ce_scales=chosen * scales[0], tv_scales=chosen * scales[1], plan=plan, softcap=softcap, budget=budget,
+        lm_head=shared.lm_head, last_hidden=batch.last_hidden, labels=labels, unknown=unknown,
+        ce_scales=chosen * scales[0] * known, tv_scales=chosen * scales[1], plan=plan, softcap=softcap, budget=budget,
         differentiate=torch.is_grad_enabled() and any(item is not None and item.requires_grad for item in tracked),
     )
     loss, ce, l1 = slot_losses(*tracked, inputs, kind)
     rate = torch.zeros(hidden.shape[0], dtype=ce.dtype, device=ce.device)
     rate[plan.slots] = (1.0 - 0.5 * l1).clamp(0.0, 1.0)
-    ce_sum, tv_sum = (ce.double() * chosen).sum(), (l1.double() * chosen).sum()
+    ce_sum, tv_sum = (torch.where(known, ce.double(), 0.0) * chosen).sum(), (l1.double() * chosen).sum()
     return _TokenTerms(loss, ce_sum, tv_sum, rate.view(blocks.mask.shape))
 
 
@@ -157,6 +164,20 @@ def teacher_forced_lengths(rate: Tensor) -> Tensor:
     ``1 + sum_k prod_{j<=k} c*_j``; rates are 0 behind the last supervised slot. The best checkpoint is chosen by it.
     """
     return 1.0 + rate.cumprod(dim=1).sum(dim=1)
+
+
+def sayable(label_ids: Tensor, unknown: Optional[Tensor]) -> Tensor:
+    """Whether the drafter can propose each of ``label_ids`` [...]: bool [...]."""
+    return torch.ones_like(label_ids, dtype=torch.bool) if unknown is None else ~unknown[label_ids]
+
+
+def _coverage(blocks: AnchorBlocks, unknown: Optional[Tensor]) -> dict[str, Tensor]:
+    """Of the labels, how many the drafter can propose: the share is a ceiling on its acceptance. Nothing where it knows
+    all tokens."""
+    if unknown is None:
+        return {}
+    return {"draft_vocab_coverage": (sayable(blocks.label_ids, unknown) & blocks.mask).sum().double(),
+            "draft_vocab_coverage_count": blocks.mask.sum().double()}
 
 
 def _measures(blocks: AnchorBlocks, rate: Tensor) -> dict[str, Tensor]:
@@ -231,12 +252,14 @@ def drafter_loss(
     weights = slot_weights(batch.blocks, objective.decay, shape.trained_length)
     scales = (_ratio(objective.ce_weight, denominators.ce), _ratio(objective.tv_weight, denominators.tv))
     soft = objective.ce_labels == "target"
+    unknown = outside(shape, output.hidden.device)
+    unknown = None if unknown is None else unknown[:len(shared.lm_head)]
     common = (output, batch, shared, weights, scales, shape.final_logit_softcap)
     if objective.implementation == "eager":
-        terms = _eager(*common, soft=soft)
+        terms = _eager(*common, soft=soft, unknown=unknown)
     else:
         terms = _chunked(*common, by_token=shape.head == "vanilla", budget=objective.chunk_megabytes << 20,
-                         kind=_chunked_pass(objective.implementation, output.hidden.device, soft))
+                         kind=_chunked_pass(objective.implementation, output.hidden.device, soft), unknown=unknown)
     loss, confidence = terms.loss, torch.zeros((), dtype=torch.float64, device=weights.device)
     if output.confidence_logits is not None:
         term = confidence_loss(output.confidence_logits, terms.rate, weights)
@@ -247,5 +270,5 @@ def drafter_loss(
         "loss_ce": terms.ce.double(), "loss_tv": terms.tv.double(), "loss_confidence": confidence,
         "weight_ce": total, "weight_tv": total,
         "weight_confidence": total if output.confidence_logits is not None else torch.zeros_like(total),
-        **_measures(batch.blocks, terms.rate),
+        **_measures(batch.blocks, terms.rate), **_coverage(batch.blocks, unknown),
     })

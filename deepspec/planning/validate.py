@@ -149,6 +149,13 @@ def _drafter(config: Config) -> None:
         raise ConfigError(f"drafter.algorithm={drafter.algorithm} has no heads, but drafter.head={drafter.head} and "
                           f"drafter.confidence_head={drafter.confidence_head}. Set drafter.head=none and "
                           "drafter.confidence_head=false, or drafter.algorithm=dspark.")
+    if drafter.draft_vocab_size is not None:
+        whole("drafter.draft_vocab_size", drafter.draft_vocab_size, 1)
+        require(drafter.algorithm in ("dspark", "dflash", "eagle3") and drafter.block == "qwen3",
+                "drafter.draft_vocab_size", drafter.draft_vocab_size, "null with drafter.algorithm=mtp, dspark_v4 or "
+                "medusa and with drafter.block=gemma4: no engine takes a reduced vocabulary there")
+        require(set(config.export.formats) <= {"deepspec", "speculators"}, "export.formats",
+                list(config.export.formats), "made of deepspec and speculators with drafter.draft_vocab_size")
     if drafter.intermediate_size is not None:
         whole("drafter.intermediate_size", drafter.intermediate_size, 1)
     if drafter.sliding_window is not None:

@@ -38,6 +38,7 @@ def overrides_of(shape: DrafterShape) -> list[str]:
         "drafter.confidence_with_markov": shape.confidence_with_markov,
         "drafter.intermediate_size": shape.intermediate_size, "drafter.sliding_window": shape.sliding_window,
         "drafter.unroll": shape.unroll,
+        "drafter.draft_vocab_size": None if shape.draft_ids is None else len(shape.draft_ids),
         "target.feature_layers": list(shape.feature_layers), "target.mask_token_id": shape.mask_token_id,
     }
     return [f"{key}={_text(value)}" for key, value in values.items()]
@@ -63,12 +64,12 @@ def run(config: Config, overrides: Sequence[str]) -> int:
     target = load_target(config.target, device=distributed.device(), cache_dir=model_cache(config))
     found, tensors = read_drafter(folder, target.spec.num_layers)
     shared = shared_weights(target)
-    check_shared(tensors, shared, folder)
+    check_shared(tensors, shared, folder, found.draft_ids)
     if found.autoregressive:  # it has no use for a mask token, and other trainers' files name none
         found = replace(found, mask_token_id=config.target.mask_token_id)
     told = _merged(overrides, overrides_of(found))
     composed = compose_config(told)
-    wanted = shape_from(target.spec, composed.target, composed.drafter)
+    wanted = replace(shape_from(target.spec, composed.target, composed.drafter), draft_ids=found.draft_ids)
     different = [f"{field.name}: {getattr(found, field.name)!r} in the drafter, {getattr(wanted, field.name)!r} for "
                  "this target" for field in fields(DrafterShape)
                  if field.name != "rope_parameters" and getattr(found, field.name) != getattr(wanted, field.name)

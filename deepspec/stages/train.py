@@ -3,21 +3,25 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Optional
+from typing import Iterator, Optional, Sequence
 
 import torch
+from torch import Tensor
 
 from deepspec import distributed
 from deepspec.config.paths import model_cache, run_dir
 from deepspec.config.schema import Config, training_seed
+from deepspec.data.batch import Sample
+from deepspec.data.sources import FeatureSource
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.vocabulary import choose_ids, count_tokens, coverage
 from deepspec.drafters.warm_start import warm_start
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.stages.confidence import held_out_requests
 from deepspec.stages.division import begin_training
-from deepspec.stages.feature_sources import Target, load_data, needs_head_only, needs_whole_target
+from deepspec.stages.feature_sources import Data, Target, load_data, needs_head_only, needs_whole_target
 from deepspec.stages.tracked import read_result
 from deepspec.targets.frozen import FrozenTarget
 from deepspec.targets.head import load_head
@@ -69,8 +73,9 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
     shape = shape_from(target.spec, config.target, config.drafter)
     on_target = shared_weights(target)
     shared = dataclasses.replace(on_target, embed=on_target.embed.to(device), lm_head=on_target.lm_head.to(device))
-    drafter = make_drafter(config, shape, shared, target)
     data = load_data(config, target)
+    shape = with_draft_vocabulary(config, shape, data, target.spec.eos_token_ids)
+    drafter = make_drafter(config, shape, shared, target)
     decoder = None
     if config.trainer.decode_every:
         assert isinstance(target, FrozenTarget), "loaded whole for real decoding"
@@ -99,6 +104,24 @@ def train(config: Config, tracker: Tracker) -> TrainResult:
                  result.step, result.total_steps, result.row["loss"], result.row["acceptance_length_proxy"],
                  result.row["skipped_steps"])
     return result
+
+
+def with_draft_vocabulary(config: Config, shape: DrafterShape, data: Data, ends: Sequence[int]) -> DrafterShape:
+    """``shape`` with the tokens it may propose, the most frequent of the training answers, where there is a limit."""
+    size = config.drafter.draft_vocab_size
+    if size is None or size >= shape.vocab_size:
+        return shape
+
+    def pairs(source: FeatureSource, documents: Optional[Sequence[Sample]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(len(source)):
+            sample = source.get([index])[0].sample if documents is None else documents[index]
+            yield sample.input_ids, sample.loss_mask
+
+    counts = count_tokens(pairs(data.train, data.documents), shape.vocab_size)
+    ids = choose_ids(counts, size, ends)
+    log.info("draft vocabulary: %d of %d tokens, %.2f %% of the training answers' tokens are among them", size,
+             shape.vocab_size, 100 * (coverage(counts, ids) or 0.0))
+    return dataclasses.replace(shape, draft_ids=ids)
 
 
 def make_drafter(config: Config, shape: DrafterShape, shared: SharedWeights, target: Target) -> Drafter:

@@ -14,7 +14,8 @@ _NOT_MEANING = {"implementation", "chunk_megabytes"}
 # Not in the oldest checkpoints, which are taken at their word.
 _LATER = {"start.warm_start", "start.init_from", "trainer.ema_decay"}
 # What the oldest checkpoints were trained with, when there was no choice.
-_BEFORE = {"drafter.block": "qwen3", "drafter.keys_are_values": False, "optimizer.schedule": "cosine",
+_BEFORE = {"drafter.block": "qwen3", "drafter.keys_are_values": False, "drafter.draft_ids": None,
+           "optimizer.schedule": "cosine",
            "optimizer.decay_ratio": None}
 
 

@@ -13,6 +13,7 @@ from deepspec.drafters.config import shape_from_config
 from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.layouts import SHARED_NAMES, deepspec_values, layout_of
 from deepspec.drafters.types import DrafterShape, SharedWeights
+from deepspec.drafters.vocabulary import D2T, T2D, stored_ids, widened
 from deepspec.drafters.v4.config import completed, is_v4_config
 from deepspec.drafters.v4.names import SHARED
 from deepspec.drafters.v4.release import from_release
@@ -63,20 +64,21 @@ def read_drafter(folder: Path, target_layers: Optional[int] = None) -> tuple[Dra
         return _read_stages(Path(folder), values)
     where = f"{folder} ({layout_of(values)} layout)"
     tensors = without_scalars(read_tensors(folder), Path(folder))
+    ids = stored_ids(tensors, where)
     try:
         values = deepspec_values(values, target_layers=target_layers)
         if values.get("markov_rank") == 1 and not values.get("enable_confidence_head") and _empty_head(tensors):
             values = {key: value for key, value in values.items() if key not in ("dflash_config", "markov_head_type")}
             values |= {"markov_rank": 0, "deepspec_algorithm": "dflash"}
             tensors = {name: value for name, value in tensors.items() if name not in _HEAD}
-        shape = shape_from_config(values)
+        shape = shape_from_config(values, ids)
+        if shape.draft_ids is not None:
+            lm_head = tensors.pop("lm_head.weight", None)
+            tensors = widened(tensors, shape.draft_ids, shape.vocab_size)
+            tensors |= {} if lm_head is None else {"lm_head.weight": lm_head}
     except InputRefused as error:
         raise InputRefused(f"{where}: {error}") from None
-    unusual = [name for name in ("d2t", "t2d") if name in tensors]
-    if unusual:
-        raise InputRefused(f"{where} maps a reduced draft vocabulary ({', '.join(unusual)}). This project's drafters "
-                           "know the whole vocabulary: use one that was trained without a mapping.")
-    return shape, tensors
+    return shape, {name: value for name, value in tensors.items() if name not in (D2T, T2D)}
 
 
 def _read_stages(folder: Path, values: dict[str, Any]) -> tuple[DrafterShape, dict[str, Tensor]]:
@@ -98,10 +100,15 @@ def own_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if name not in _SHARED_NAMES}
 
 
-def check_shared(tensors: dict[str, Tensor], shared: SharedWeights, where: Path) -> None:
-    """Refuse copies of embedding or LM head that are not this target's: the drafter belongs to another one."""
+def check_shared(tensors: dict[str, Tensor], shared: SharedWeights, where: Path,
+                 draft_ids: Optional[tuple[int, ...]] = None) -> None:
+    """Refuse copies of embedding or LM head that are not this target's: the drafter belongs to another one.
+
+    Of the LM head, the rows of ``draft_ids`` where the draft vocabulary is reduced.
+    """
+    rows = shared.lm_head if draft_ids is None else shared.lm_head[list(draft_ids)]
     for names, matrix in ((("embed_tokens.weight", "model.embed_tokens.weight", SHARED[0]), shared.embed),
-                          (("lm_head.weight", SHARED[1]), shared.lm_head)):
+                          (("lm_head.weight", SHARED[1]), rows)):
         for name in names:
             stored = tensors.get(name)
             if stored is None:

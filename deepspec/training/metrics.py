@@ -58,6 +58,8 @@ def objective_row(sums: Mapping[str, Sequence[float]], objective: ObjectiveConfi
     row |= {f"acceptance_rate@{k}": _ratio(rate, count) for k, (rate, count) in enumerate(rates, start=1)}
     row["acceptance_length_proxy"] = _ratio(
         sums["acceptance_length_proxy"][0], sums["acceptance_length_proxy_count"][0])
+    if "draft_vocab_coverage" in sums:
+        row["draft_vocab_coverage"] = _ratio(sums["draft_vocab_coverage"][0], sums["draft_vocab_coverage_count"][0])
     return row
 
 

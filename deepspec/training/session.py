@@ -1,7 +1,7 @@
 """The one place where later stages get the target and the trained drafter, after checking that they belong together."""
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
@@ -54,6 +54,8 @@ def load_run(config: Config, *, checkpoint_dir: Optional[Path] = None) -> RunSes
     shape = checkpoint.read_shape(found)
     target = load_target(config.target, device=distributed.device(), cache_dir=model_cache(config))
     wanted = shape_from(target.spec, config.target, config.drafter)
+    if shape.draft_ids is not None and len(shape.draft_ids) == config.drafter.draft_vocab_size:
+        wanted = replace(wanted, draft_ids=shape.draft_ids)  # chosen by the training data, kept in the checkpoint
     _check(found, shape, wanted, str(saved.identity.get("target_fingerprint")), target.fingerprint)
     shared = shared_weights(target)
     weights = config.export.weights

@@ -30,5 +30,7 @@ def converter(name: str) -> Callable[[Mapping[str, Any], Mapping[str, Tensor], F
 
 
 def without_shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The drafter's own tensors: loaders of these layouts take embedding and LM head from the target."""
-    return {name: tensor for name, tensor in tensors.items() if name not in layout.SHARED_TENSORS}
+    """The drafter's own tensors: loaders of these layouts take embedding and LM head from the target. The LM head of a
+    reduced draft vocabulary is its own."""
+    shared = layout.SHARED_TENSORS[:1] if "d2t" in tensors else layout.SHARED_TENSORS
+    return {name: tensor for name, tensor in tensors.items() if name not in shared}

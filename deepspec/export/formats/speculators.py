@@ -33,7 +33,7 @@ def convert(values: Mapping[str, Any], tensors: Mapping[str, Tensor], context: F
             "verifier": {"name_or_path": context.target, "architectures": list(context.target_architectures)},
         },
         "transformer_layer_config": {"model_type": "qwen3"} | {key: values[key] for key in _LAYER_KEYS},
-        "draft_vocab_size": values["vocab_size"], "block_size": values["block_size"],
+        "draft_vocab_size": values.get("draft_vocab_size", values["vocab_size"]), "block_size": values["block_size"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in values["target_layer_ids"]],
         "mask_token_id": values["mask_token_id"], "target_hidden_size": values["target_hidden_size"],
         "sliding_window_non_causal": values["sliding_window"] is not None,

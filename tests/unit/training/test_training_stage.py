@@ -169,3 +169,22 @@ def test_averaged_weights_are_what_later_stages_get_on_request(root):
     request = export.request_for(config, session)
     assert all(torch.equal(p, stored[name]) for name, p in request.drafter.named_parameters())
     assert request.origin.drafter_sha256 == session.drafter_sha256
+
+
+def test_a_reduced_draft_vocabulary_is_chosen_by_the_data_and_kept(root, caplog):
+    caplog.set_level(logging.INFO)
+    config = make_config(root, "reduced")
+    config.drafter.draft_vocab_size = 40
+    train.run(config)
+    shape = checkpoint.read_shape(checkpoint.latest(root / "reduced"))
+    assert len(shape.draft_ids) == 40 and list(shape.draft_ids) == sorted(set(shape.draft_ids))
+    rows = [json.loads(line) for line in (root / "reduced/metrics.jsonl").read_text().splitlines()]
+    assert all(0.0 < row["draft_vocab_coverage"] < 1.0 for row in rows)
+    assert "draft vocabulary: 40 of" in caplog.text
+    config.trainer.max_steps = 4
+    train.run(config)  # the same tokens again
+    assert "trained to step 4 of 4" in caplog.text
+    assert load_run(config).drafter.shape == checkpoint.read_shape(checkpoint.latest(root / "reduced"))
+    config.drafter.draft_vocab_size = None
+    with pytest.raises(InputRefused, match="draft_ids"):
+        load_run(config)
