@@ -7,17 +7,22 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from random_run import make_config
+from random_run import SHA, make_config
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV4Config
 
 from deepspec.artifacts import read_manifest
 from deepspec.config.schema_v4 import V4Config
-from deepspec.drafters.registry import build_drafter
+from deepspec.drafters.registry import build_drafter, shape_from
+from deepspec.drafters.types import SharedWeights
 from deepspec.errors import InputRefused
 from deepspec.export import engines, gates, layout
+from deepspec.export.evidence import gather
 from deepspec.export.exporter import ExportRequest, export_drafter
+from deepspec.export.launch import Origin
 from deepspec.export.layout_v4 import dtype_of
 from deepspec.export.load import load_exported
+from deepspec.targets.frozen import FrozenTarget
 from deepspec.training import checkpoint
 from deepspec.training.importing import read_drafter
 
@@ -133,6 +138,49 @@ def test_stages_inside_a_targets_folder(request_of: Make, tmp_path: Path) -> Non
     (place / "b.safetensors").unlink()
     with pytest.raises(InputRefused, match="mtp.1.attn.wq_a.weight is missing"):
         read_drafter(place)
+
+
+@pytest.fixture(scope="module")
+def v4_target(target_folder: Path) -> FrozenTarget:
+    """A random DeepSeek-V4 of six layers, compressed ones among them, whose last three are the features."""
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=320, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=6,
+        layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+        mlp_layer_types=["moe"] * 6, num_attention_heads=4, num_key_value_heads=1, head_dim=32,
+        partial_rotary_factor=0.25, q_lora_rank=32, o_groups=2, o_lora_rank=16, n_routed_experts=4, n_shared_experts=1,
+        num_experts_per_tok=2, sliding_window=16, index_n_heads=4, index_head_dim=16, index_topk=512,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=251)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.08)
+    return FrozenTarget(model, AutoTokenizer.from_pretrained(target_folder), feature_layers=[3, 4, 5],
+                        mask_token_id=300, name="v4")
+
+
+def test_beside_a_v4_target(v4_target: FrozenTarget, target_folder: Path, tmp_path: Path) -> None:
+    """The last layer is a feature, its streams averaged before the model weighs them: every gate agrees, and engines
+    that know these stages load them."""
+    config = make_config(target_folder, tmp_path / "run", **OPTIONS)
+    config.target.feature_layers = [3, 4, 5]
+    shared = SharedWeights(v4_target.embed_weight, v4_target.lm_head_weight, v4_target.fingerprint)
+    model = build_drafter(shape_from(v4_target.spec, config.target, config.drafter), shared)
+    origin = Origin(str(target_folder), None, v4_target.fingerprint, "float32", SHA, "step-1",
+                    str(tmp_path / "run" / "export"), ("DeepseekV4ForCausalLM",))
+    documents = [torch.arange(40) * 7 % 250]
+    request = ExportRequest(config, v4_target, model.eval().requires_grad_(False), origin,
+                            gather(tmp_path / "run", SHA, v4_target.fingerprint, 4), tmp_path / "records.jsonl", documents)
+    folder = export_drafter(request)
+    facts = read_manifest(folder).facts
+    assert all(check["passed"] for check in facts["checks"].values()) and set(facts["shift"]["layers"]) == {"-1", "0"}
+    values = json.loads((folder / "config.json").read_text())
+    assert engines.verdict(values, "vllm").loads and engines.verdict(values, "sglang").loads
+    states, last = gates.layer_outputs(v4_target, documents[0])
+    encoded = v4_target.encode(documents[0], [40])
+    torch.testing.assert_close(torch.cat(states[4:], dim=-1), encoded.features, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, encoded.last_hidden, rtol=1e-4, atol=1e-5)
 
 
 def test_keys_that_contradict(request_of: Make) -> None:
