@@ -95,7 +95,8 @@ def configure(case: dict[str, Any], run_dir: Path) -> Config:
 
 def target_spec(config: Config) -> TargetSpec:
     """What a real target of these sizes would say of itself."""
-    known = {name: value for name, value in vars(config.target.shape).items() if name in TargetSpec.__dataclass_fields__}
+    options = vars(config.target.shape)
+    known = {name: value for name, value in options.items() if name in TargetSpec.__dataclass_fields__}
     return TargetSpec(**known, rms_norm_eps=1e-6, rope_theta=1e4)
 
 

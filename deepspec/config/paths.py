@@ -2,9 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Optional
 
 from deepspec.artifacts import canonical_hash, sha256_file
 from deepspec.config.schema import Config, TargetConfig
+from deepspec.errors import ConfigError
 
 GIVEN_RESPONSES = "responses"  # folder in an imported store
 
@@ -108,3 +110,25 @@ def model_cache(config: Config) -> Path:
 def run_dir(config: Config) -> Path:
     """Directory of this run."""
     return Path(config.run.dir)
+
+
+def target_folder(config: TargetConfig) -> Optional[Path]:
+    """``target.path`` of a target of ``hf`` as a folder, None where it is a repository of the hub.
+
+    Raises ConfigError for a folder that is not there.
+    """
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        if config.revision is not None:
+            raise ConfigError(f"target.revision={config.revision!r} is for hub repositories, but target.path="
+                              f"{config.path} is a folder. Set target.revision=null.")
+        return folder
+    if folder.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1:
+        raise ConfigError(f"target.path={config.path} is not a folder on this machine. Correct the path, or give the "
+                          "id of a hub repository (owner/name).")
+    return None
+
+
+def served_folder(config: Config) -> Path:
+    """The folder that a server is said to serve: ``doctor.drafter``, or the run's export."""
+    return Path(config.doctor.drafter or run_dir(config) / "export").expanduser()

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from deepspec.calibration.imports import record_files
 from deepspec.config import paths
+from deepspec.config.paths import served_folder
 from deepspec.config.schema import Config
 from deepspec.errors import ConfigError, InputRefused
 
@@ -26,21 +27,24 @@ def check_endpoint(key: str, endpoint: str) -> None:
                            "has the command), or give its address.") from None
 
 
-def served_folder(config: Config) -> Path:
-    """The folder the server is said to serve: ``doctor.drafter``, or the run's export."""
-    return Path(config.doctor.drafter or paths.run_dir(config) / "export").expanduser()
-
-
 def _doctor(config: Config) -> None:
     options = config.doctor
     if not options.endpoint:
         raise ConfigError("doctor.endpoint is not set: give the server's address, endpoint=http://host:port.")
-    if not (served_folder(config) / "config.json").is_file():
+    folder = served_folder(config)
+    if not folder.is_dir():
+        make = ("It holds no export: give the folder that the server was started with, drafter=DIR, or export the run, "
+                f"python launch/export_drafter.py run.dir={config.run.dir}")
+        raise ConfigError(f"{folder} is not there, so the served drafter cannot be compared with the run. " + (
+            make if options.drafter is None else "Give the folder that the server was started with, drafter=DIR."))
+    if not (folder / "config.json").is_file():
         raise InputRefused(f"doctor.drafter={str(served_folder(config))!r} has no config.json: it is no drafter. Give "
                            "the folder that the server was started with, drafter=DIR.")
     if not (paths.run_dir(config) / "checkpoints").is_dir():
         raise InputRefused(f"run.dir={config.run.dir!r} holds no checkpoints, so there is nothing to compare the "
                            "server with. Give the run that trained the drafter, run.dir=DIR.")
+    if config.target.source == "hf":
+        paths.target_folder(config.target)
     if options.prompts != "held_out" and not Path(options.prompts).expanduser().is_file():
         raise InputRefused(f"doctor.prompts={options.prompts!r} is not a file. Give a JSONL file of prompts, or "
                            "held_out.")
@@ -75,8 +79,8 @@ def _loop(config: Config) -> None:
         if path is not None and not path.exists() and not (key == "records" and record_files(path)):
             raise InputRefused(f"loop.{key}={value!r} does not exist. Give a file or a folder.")
     if not (run / "export" / "config.json").is_file():
-        raise InputRefused(f"run.dir={config.run.dir!r} has no export: it is no run whose drafter is in service. "
-                           f"Export it with: python launch/export_drafter.py run.dir={config.run.dir}")
+        raise ConfigError(f"run.dir={config.run.dir!r} has no export: it is no run whose drafter is in service. "
+                          f"Export it with: python launch/export_drafter.py run.dir={config.run.dir}")
     if loop.endpoint is not None and loop.serve is None:
         check_endpoint("loop.endpoint", loop.endpoint)
 

@@ -61,7 +61,7 @@ def _fits(plan: Plan) -> list[str]:
     host = any(fit.host for fit in plan.fits)
     several = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
     lines = [f"Peak per rank on {several}, and the most {plan.batch_unit} that fit",
-             "  ZeRO" + f"{'peak':>12}" + f"{'in main memory':>18}" * host + "".join(f"{_head(name):>20}" for name in names)]
+             f"  ZeRO{'peak':>12}" + f"{'in main memory':>18}" * host + "".join(f"{_head(one):>20}" for one in names)]
     for fit in plan.fits:
         mark = "  *" if fit.zero_stage == plan.zero_stage else ""
         cells = "".join(f"{'too large' if most is None else f'{most:,}':>20}" for most in fit.largest.values())
