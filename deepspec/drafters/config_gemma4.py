@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # plans read this file, and need no torch
 
 ARCHITECTURE = "Gemma4DSparkModel"
 LAYER_SCALAR = "layer_scalar"  # the buffer that ends a layer: 1 whatever training does
+_NO_WINDOW = 512  # its configuration wants a number, which no layer of type full_attention reads
 _ABSENT = {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "attention_bias": False}
 
 
@@ -29,7 +30,7 @@ def gemma4_keys(shape: "DrafterShape", rope: Mapping[str, Any]) -> dict[str, Any
         "architectures": [ARCHITECTURE], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh", "global_head_dim": shape.head_dim,
         "num_global_key_value_heads": shape.num_kv_heads, "attention_k_eq_v": shape.keys_are_values,
-        "num_kv_shared_layers": 0, "use_double_wide_mlp": False, **_ABSENT,
+        "sliding_window": _NO_WINDOW, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, **_ABSENT,
         "target_text_model_type": "gemma4_text", "rope_scaling": None,
         "rope_parameters": {"full_attention": dict(rope), "sliding_attention": dict(rope)},
     }

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from transformers import (
-    DeepseekV3Config, DeepseekV4Config, Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, Glm4MoeConfig,
-    GlmMoeDsaConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3_5Config,
-    Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig,
+    DeepseekV3Config, DeepseekV4Config, Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig,
+    Gemma4UnifiedConfig, Glm4MoeConfig, GlmMoeDsaConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig,
+    Olmo2Config, Qwen2Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig,
 )
 
 ROWS = 320  # of the embedding; the tokenizer has fewer
@@ -71,6 +71,10 @@ TINY: dict[str, Tiny] = {
     "gemma4_moe": Tiny(lambda: Gemma4TextConfig(**_GEMMA4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
         "hidden_size_per_layer_input": 0}), 0.15),
+    "gemma4_unified": Tiny(lambda: Gemma4UnifiedConfig(
+        text_config={key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
+        image_token_id=300, audio_token_id=301, video_token_id=302, boi_token_id=303, eoi_token_id=304,
+        boa_token_id=305, eoa_token_index=306), 0.15),
     "gpt_oss": Tiny(lambda: GptOssConfig(**_UNTIED, **_WINDOWED, num_local_experts=4, num_experts_per_tok=2,
                                          rope_parameters=_YARN)),
     "glm4_moe": Tiny(lambda: Glm4MoeConfig(**_UNTIED, **_ROUTED, use_qk_norm=True)),
@@ -78,6 +82,7 @@ TINY: dict[str, Tiny] = {
         "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16})),
     "deepseek_v3": Tiny(lambda: DeepseekV3Config(**_UNTIED | _ROUTED | _LATENT | {"rope_parameters": _YARN})),
     "deepseek_v4": Tiny(lambda: DeepseekV4Config(**_V4), 0.2),
+    "olmo2": Tiny(lambda: Olmo2Config(**_UNTIED)),
     "granite": Tiny(lambda: GraniteConfig(**_TIED, logits_scaling=4.0, embedding_multiplier=6.0,
                                           residual_multiplier=0.5, attention_multiplier=0.2)),
 }

@@ -120,7 +120,7 @@ def test_paths_and_revisions(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with pytest.raises(ConfigError, match="is a folder. Set target.revision=null"):
         _load(tmp_path, revision="main")
-    with pytest.raises(InputRefused, match="is not a folder on this machine"):
+    with pytest.raises(ConfigError, match="is not a folder on this machine"):
         _load(tmp_path / "absent")
     with pytest.raises(ConfigError, match="target.source='ftp'"):
         _load(tmp_path, source="ftp")

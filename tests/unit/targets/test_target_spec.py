@@ -6,12 +6,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_targets import FAMILIES, tiny_target
+from tiny_targets import FAMILIES, tiny_model, tiny_target
 from transformers import Gemma3TextConfig
 
 from deepspec.config.schema import TargetShape
 from deepspec.errors import InputRefused
-from deepspec.targets.spec import TargetSpec, check_shape
+from deepspec.targets.spec import TargetSpec, check_parameters, check_shape
 
 SHAPE = TargetShape(model_type="qwen3", hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2,
                     head_dim=16, vocab_size=320)
@@ -48,3 +48,31 @@ def test_the_promised_shape_is_compared() -> None:
     check_shape(spec, TargetShape())  # nothing promised
     with pytest.raises(InputRefused, match=r"num_kv_heads is 2 but target.shape.num_kv_heads says 4.*vocab_size is"):
         check_shape(spec, replace(SHAPE, num_kv_heads=4, vocab_size=300))
+
+
+def test_the_promised_number_of_parameters_is_compared() -> None:
+    model = tiny_model("qwen3_tied")
+    real = sum(parameter.numel() for parameter in model.parameters())
+    check_parameters(model, TargetShape(parameters=real), "tiny")
+    check_parameters(model, TargetShape(), "tiny")
+    with pytest.raises(InputRefused, match=rf"tiny has {real:,} parameters.*says {2 * real:,}"):
+        check_parameters(model, TargetShape(parameters=2 * real), "tiny")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    check_parameters(model, TargetShape(parameters=2 * real), "tiny")
+
+
+@pytest.mark.parametrize("family, kind, expected", [
+    ("gemma4_text", "default", 1_000_000.0), ("qwen3_5_text", "default", 10000.0), ("deepseek_v4", "default", 10000.0),
+    ("deepseek_v3", "yarn", 10000.0), ("llama", "llama3", 10000.0),
+])
+def test_a_drafter_gets_rope_that_turns_whole_heads(family: str, kind: str, expected: float) -> None:
+    spec = TargetSpec.from_hf_config(FAMILIES[family]())
+    assert spec.rope_parameters["rope_type"] == kind and spec.rope_theta == expected
+    assert not {"partial_rotary_factor", "mrope_section"} & set(spec.rope_parameters)
+
+
+def test_sizes_of_experts_and_of_layers_with_their_own() -> None:
+    assert TargetSpec.from_hf_config(FAMILIES["deepseek_v4"]()).intermediate_size == 32
+    gemma = TargetSpec.from_hf_config(FAMILIES["gemma4_text"]())
+    assert (gemma.head_dim, gemma.num_kv_heads, gemma.full_head_dim, gemma.full_kv_heads) == (16, 2, 32, 1)
+    assert TargetSpec.from_hf_config(FAMILIES["granite"]()).logit_scale == 0.25
