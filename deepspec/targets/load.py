@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from deepspec.config.paths import target_folder
 from deepspec.config.schema import MISSING, TargetConfig
 from deepspec.errors import ConfigError, InputRefused
 from deepspec.targets.folder import check_folder
@@ -56,16 +57,7 @@ def locate(config: TargetConfig, cache_dir: Path) -> Path:
         return ensure_gguf(config.path, cache_dir)
     if config.source != "hf":
         raise ConfigError(f"target.source={config.source!r} is not known. Use one of: hf, gguf_package, micro.")
-    folder = Path(config.path).expanduser()
-    if folder.is_dir():
-        if config.revision is not None:
-            raise ConfigError(f"target.revision={config.revision!r} is for hub repositories, but target.path="
-                              f"{config.path} is a folder. Set target.revision=null.")
-        return folder
-    if folder.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1:
-        raise InputRefused(f"target.path={config.path} is not a folder on this machine. Correct the path, or give the "
-                           "id of a hub repository (owner/name).")
-    return _download(config.path, config.revision)
+    return target_folder(config) or _download(config.path, config.revision)
 
 
 def _download(repository: str, revision: Optional[str]) -> Path:
