@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from deepspec.config.schema_drafter import (  # noqa: F401
-    ALGORITHMS, AUTOREGRESSIVE, WITH_HEADS, DrafterConfig, draft_length, drafter_layers, is_autoregressive,
+    ALGORITHMS, AUTOREGRESSIVE, ON_LAST_HIDDEN, WITH_HEADS, DrafterConfig, draft_length, drafter_layers,
+    is_autoregressive,
 )
 from deepspec.config.schema_evaluation import BenchmarkConfig, EvaluateConfig  # noqa: F401
 from deepspec.config.schema_features import FeatureServerConfig

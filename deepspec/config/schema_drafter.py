@@ -6,7 +6,8 @@ from typing import Optional
 from deepspec.config.schema_v4 import V4Config
 
 AUTOREGRESSIVE = ("eagle3", "mtp")
-ALGORITHMS = ("dspark", "dspark_v4", "dflash", *AUTOREGRESSIVE)
+ALGORITHMS = ("dspark", "dspark_v4", "dflash", "medusa", *AUTOREGRESSIVE)
+ON_LAST_HIDDEN = ("mtp", "medusa")  # their only feature is the target's last hidden state
 WITH_HEADS = ("dspark", "dspark_v4")  # sequential and confidence head
 
 
@@ -14,9 +15,9 @@ WITH_HEADS = ("dspark", "dspark_v4")  # sequential and confidence head
 class DrafterConfig:
     """Architecture of the drafter (PAPER: parallel backbone, sequential head, confidence head)."""
 
-    algorithm: str = "dspark"  # dspark | dspark_v4 | dflash | eagle3 | mtp
+    algorithm: str = "dspark"  # dspark | dspark_v4 | dflash | eagle3 | mtp | medusa
     block: str = "qwen3"  # decoder layers of dspark and dflash: qwen3 (any target) | gemma4 (Gemma 4 targets)
-    num_layers: int = 5  # eagle3 and mtp are one layer by definition, whatever this says
+    num_layers: int = 5  # medusa: residual blocks of a head; eagle3 and mtp are one layer, whatever this says
     block_size: int = 7  # input slots of a block; with sample_from_anchor also the number of draft tokens
     sample_from_anchor: bool = True  # false: slot 0 predicts nothing, block_size - 1 draft tokens (published DFlash)
     head: str = "vanilla"  # none | vanilla (Markov, Eq. 5) | gated | rnn (Eq. 6)

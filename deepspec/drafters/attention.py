@@ -45,8 +45,8 @@ def plan_context(
 ) -> ContextPlan:
     """Plan of a pack whose N blocks have their anchors at packed rows ``anchor_rows`` [N].
 
-    ``context_starts`` [N] are the first rows of their documents, ``window`` how many context rows a block sees at most, ``scale``
-    multiplies the scores (None: 1 / sqrt(hd)).
+    ``context_starts`` [N] are the first rows of their documents, ``window`` how many context rows a block sees at most,
+    ``scale`` multiplies the scores (None: 1 / sqrt(hd)).
     """
     bounds = Bounds.of(anchor_rows, context_starts, window)
     if backend == "flex" and len(anchor_rows):

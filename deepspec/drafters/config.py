@@ -10,6 +10,7 @@ from typing import Any, Mapping, Optional
 
 from deepspec.config.schema import is_autoregressive
 from deepspec.drafters.config_gemma4 import gemma4_keys, is_gemma4, with_plain_names
+from deepspec.drafters.config_medusa import ALGORITHM, is_medusa, medusa_config, medusa_shape
 from deepspec.drafters.config_recurrent import recurrent_keys, with_absent_keys
 from deepspec.drafters.rope import rope_type
 from deepspec.drafters.types import GEMMA4, QWEN3, DrafterShape
@@ -84,6 +85,8 @@ def shape_to_config(
     ``num_anchors`` per sample is a training option, but the reference loader asks for it. ``extra`` overrides keys,
     for instance bos_token_id and eos_token_id.
     """
+    if shape.algorithm == ALGORITHM:
+        return {**medusa_config(shape, dtype), **(extra or {})}
     kind = rope_type(shape.rope_parameters)
     rope = {**shape.rope_parameters, "rope_type": kind, "rope_theta": shape.rope_theta}
     rope.pop("type", None)
@@ -133,9 +136,9 @@ def _draft_ids(config: Mapping[str, Any], given: Optional[tuple[int, ...]]) -> O
     if size is None or size == config["vocab_size"]:
         return None
     if ids is None or len(ids) != size:
-        raise InputRefused(f"The drafter's config.json has draft_vocab_size={size} of {config['vocab_size']} tokens, but "
-                           f"{'no' if ids is None else len(ids)} draft tokens are named by a d2t tensor. Point at the "
-                           "folder with all its files.")
+        raise InputRefused(f"The drafter's config.json has draft_vocab_size={size} of {config['vocab_size']} tokens, "
+                           f"but {'no' if ids is None else len(ids)} draft tokens are named by a d2t tensor. Point at "
+                           "the folder with all its files.")
     return tuple(ids)
 
 
@@ -146,6 +149,8 @@ def shape_from_config(config: Mapping[str, Any], draft_ids: Optional[tuple[int, 
     """
     if is_v4_config(config):
         return v4_from_config(config)
+    if is_medusa(config):
+        return medusa_shape(config, DrafterShape)
     keys = with_plain_names(_agreed(config)) if is_gemma4(config) else _agreed(config)
     if is_autoregressive(str(keys.get("deepspec_algorithm"))):
         keys = with_absent_keys(keys)

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from typing import Callable
 
-from deepspec.config.schema import WITH_HEADS, DrafterConfig, TargetConfig, drafter_layers, is_autoregressive
+from deepspec.config.schema import (
+    ON_LAST_HIDDEN, WITH_HEADS, DrafterConfig, TargetConfig, drafter_layers, is_autoregressive,
+)
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.compiling import compile_layers
+from deepspec.drafters.config_medusa import ALGORITHM as MEDUSA
 from deepspec.drafters.dspark import DSparkDrafter
 from deepspec.drafters.eagle3 import Eagle3Drafter
+from deepspec.drafters.medusa import MedusaDrafter
 from deepspec.drafters.mtp import MtpDrafter
 from deepspec.drafters.rope import frequencies
 from deepspec.drafters.sequential import HEADS
@@ -33,6 +37,7 @@ register("dspark")(DSparkDrafter)
 register("dflash")(DSparkDrafter)
 register("dspark_v4")(V4Drafter)
 register("eagle3")(Eagle3Drafter)
+register("medusa")(MedusaDrafter)
 register("mtp")(MtpDrafter)
 
 
@@ -86,11 +91,12 @@ def _check_slots(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig)
 
 def _check_layers(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -> None:
     layers = list(target.feature_layers)
-    if drafter.algorithm == "mtp":
+    if drafter.algorithm in ON_LAST_HIDDEN:
         if layers != [spec.num_layers - 1]:
             raise ConfigError(
-                f"target.feature_layers={layers} with drafter.algorithm=mtp: its only feature is the target's last "
-                f"hidden state, target.feature_layers=[{spec.num_layers - 1}]. drafter=mtp sets that; leave it out."
+                f"target.feature_layers={layers} with drafter.algorithm={drafter.algorithm}: its only feature is the "
+                f"target's last hidden state, target.feature_layers=[{spec.num_layers - 1}]. "
+                f"drafter={drafter.algorithm} sets that; leave it out."
             )
         return
     last = spec.num_layers - (1 if takes_last_layer(spec.model_type) else 2)
@@ -146,9 +152,10 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
     _check_block(spec, drafter)
     with_head = drafter.head != "none"
     recurrent = is_autoregressive(drafter.algorithm)
-    if recurrent and (not drafter.sample_from_anchor or drafter.sliding_window is not None):
+    medusa = drafter.algorithm == MEDUSA
+    if (recurrent or medusa) and (not drafter.sample_from_anchor or drafter.sliding_window is not None):
         raise ConfigError(
-            f"drafter.algorithm={drafter.algorithm} drafts from the anchor on and sees the whole context, but "
+            f"drafter.algorithm={drafter.algorithm} drafts from the anchor on and chooses its context itself, but "
             f"drafter.sample_from_anchor={drafter.sample_from_anchor} and "
             f"drafter.sliding_window={drafter.sliding_window}. Leave both out."
         )
@@ -165,7 +172,7 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
         num_target_layers=spec.num_layers, target_hidden_size=spec.hidden_size, target_model_type=spec.model_type,
         final_logit_softcap=spec.final_logit_softcap, embed_scale=spec.embed_scale,
         logit_scale=spec.logit_scale,
-        sliding_window=drafter.sliding_window, unroll=drafter.unroll if recurrent else None,
+        sliding_window=1 if medusa else drafter.sliding_window, unroll=drafter.unroll if recurrent else None,
     )
     if is_v4(drafter.algorithm):
         of = v4_shape(drafter, hidden_size=spec.hidden_size, num_heads=spec.num_heads, head_dim=spec.head_dim)
@@ -175,7 +182,8 @@ def shape_from(spec: TargetSpec, target: TargetConfig, drafter: DrafterConfig) -
                        rope_parameters={"rope_type": "default", "rope_theta": theta})
     if drafter.block == GEMMA4:
         shape = replace(shape, block=GEMMA4, head_dim=spec.full_head_dim or spec.head_dim,
-                        num_kv_heads=spec.full_kv_heads or spec.num_kv_heads, keys_are_values=bool(spec.keys_are_values),
+                        num_kv_heads=spec.full_kv_heads or spec.num_kv_heads,
+                        keys_are_values=bool(spec.keys_are_values),
                         rope_parameters=dict(spec.full_rope_parameters or {}))
     frequencies(shape)  # refuses what the drafter cannot reproduce
     return shape

@@ -21,8 +21,8 @@ def rope_type(rope_parameters: dict[str, Any]) -> str:
 
 def _refuse(shape: DrafterShape, reason: str) -> ConfigError:
     return ConfigError(
-        f"rope_parameters of the target, {shape.rope_parameters}, {reason}, which the drafter cannot reproduce (it knows "
-        f"{', '.join(SUPPORTED)}). Use a target with one of these, or add the rule to deepspec/drafters/rope.py."
+        f"rope_parameters of the target, {shape.rope_parameters}, {reason}, which the drafter cannot reproduce (it "
+        f"knows {', '.join(SUPPORTED)}). Use a target with one of these, or add the rule to deepspec/drafters/rope.py."
     )
 
 

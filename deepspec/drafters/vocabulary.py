@@ -70,8 +70,8 @@ def stored_ids(tensors: Mapping[str, Tensor], where: object) -> Optional[tuple[i
         return None
     ids = (tensors[D2T].long() + torch.arange(len(tensors[D2T]))).tolist()
     if len(set(ids)) != len(ids) or min(ids) < 0 or ids != sorted(ids):
-        raise InputRefused(f"{where}: its d2t does not name ascending, different tokens of the target. Give the file as "
-                           "its trainer wrote it.")
+        raise InputRefused(f"{where}: its d2t does not name ascending, different tokens of the target. Give the file "
+                           "as its trainer wrote it.")
     return tuple(ids)
 
 

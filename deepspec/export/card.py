@@ -218,7 +218,8 @@ def card(values: Mapping[str, Any], spec: TargetSpec, config: Config, origin: Or
     names = evidence.absent
     lines = [
         *_front_matter(config, origin), *_what(values, spec, config, origin), *_data(config),
-        *_vocabulary(values, evidence.evaluation), *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
+        *_vocabulary(values, evidence.evaluation),
+        *_acceptance(evidence.evaluation, names.get("evaluation"), layout.speculative_tokens(values)),
         *_calibration(evidence.calibration, names.get("calibration")), *_profile(evidence.sps, names.get("profile")),
         launch, *_limits(values, config, evidence, origin),
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspec.drafters.types import SharedWeights
 from deepspec.drafters.vocabulary import stored_ids
-from deepspec.export import layout, layout_gemma4, layout_recurrent, layout_v4, tensors
+from deepspec.export import layout, layout_gemma4, layout_medusa, layout_recurrent, layout_v4, tensors
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
                  if key not in layout.NULLABLE_KEYS and key in config and config[key] is None]
     if problems:
         return problems
+    if layout_medusa.is_medusa(config):
+        return layout_medusa.check_keys(config)
     if layout.is_recurrent(config):
         return layout_recurrent.check_keys(config, layout.kind(config))
     if layout.is_v4(config):
@@ -101,7 +103,7 @@ def check_mask_token(config: Mapping[str, Any], tokenizer: Optional[Any], embed:
 
     An autoregressive drafter has none: nothing to check, norm 0.
     """
-    if layout.is_recurrent(config):
+    if layout.is_recurrent(config) or layout_medusa.is_medusa(config):
         return [], 0.0
     mask = config["mask_token_id"]
     if not 0 <= mask < config["vocab_size"]:
@@ -121,11 +123,14 @@ def check_mask_token(config: Mapping[str, Any], tokenizer: Optional[Any], embed:
 
 def check_auto_config(folder: Path, config: Mapping[str, Any]) -> list[str]:
     """Check 5: transformers' AutoConfig reads the file, and the RoPE parameters survive a round trip."""
+    if layout_medusa.is_medusa(config):
+        return []  # transformers has no such class; engines bring their own
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         return [f"AutoConfig cannot read config.json: {error}"]
     again = json.loads(loaded.to_json_string(use_diff=False))
     problems = [f"{key} is {again.get(key)!r} after a round trip, not {config[key]!r}"
@@ -160,7 +165,7 @@ def check_speculative_tokens(folder: Path, config: Mapping[str, Any], draft_leng
 
 def check_architecture(folder: Path, config: Mapping[str, Any], allowed: Sequence[str] = (
         layout.DSPARK_ARCHITECTURE, layout.DFLASH_ARCHITECTURE, layout_gemma4.ARCHITECTURE, layout_v4.ARCHITECTURE,
-        *layout_recurrent.ARCHITECTURES)) -> list[str]:
+        layout_medusa.ARCHITECTURE, *layout_recurrent.ARCHITECTURES)) -> list[str]:
     """Check 12: no auto_map and no Python file (nothing to trust), and an architecture string of the format."""
     problems = [f"config.json has {key}" for key in ("auto_map",) if key in config]
     problems += [f"{path.name} would be remote code" for path in sorted(folder.glob("*.py"))]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from deepspec.drafters.config import IDS_KEY, shape_to_config
+from deepspec.drafters.config_medusa import ALGORITHM as MEDUSA
 from deepspec.drafters.types import GEMMA4, DrafterShape
 from deepspec.export import layout
 from deepspec.targets.spec import TargetSpec
@@ -26,7 +27,7 @@ def serving_shape(shape: DrafterShape) -> DrafterShape:
     with a Markov head of rank 1 whose matrices are zero: engines crash at rank 0, and their DFlash never predicts on
     the anchor slot. A Qwen3-shaped 1+N drafter with neither head keeps its shape and leaves in the DFlash layout.
     """
-    if shape.head != "none" or shape.autoregressive:
+    if shape.head != "none" or shape.autoregressive or shape.algorithm == MEDUSA:
         return shape
     if not shape.sample_from_anchor and not shape.confidence_head and shape.block != GEMMA4:
         return replace(shape, markov_rank=0, confidence_with_markov=False)
@@ -46,7 +47,7 @@ def config_values(shape: DrafterShape, spec: TargetSpec, facts: ConfigFacts) -> 
         "pad_token_id": facts.pad_token_id, "deepspec_training_max_length": facts.training_max_length,
     })
     values.pop(IDS_KEY, None)  # the d2t tensor says it
-    if serving.head == "none" and not serving.autoregressive:
+    if serving.head == "none" and not serving.autoregressive and shape.algorithm != MEDUSA:
         values["architectures"] = [layout.DFLASH_ARCHITECTURE]
         kept = ("block_size", "target_layer_ids", "mask_token_id", "causal")
         values["dflash_config"] = {key: values[key] for key in kept if key in values}

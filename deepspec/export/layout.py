@@ -5,7 +5,7 @@ can count parameters with the very formulas that later gate an export.
 import math
 from typing import Any, Mapping
 
-from deepspec.export import layout_gemma4, layout_recurrent, layout_v4
+from deepspec.export import layout_gemma4, layout_medusa, layout_recurrent, layout_v4
 from deepspec.export.layout_recurrent import EAGLE3, MTP
 
 FORMATS = ("deepspec", "speculators", "specforge", "zlab_dflash")
@@ -39,7 +39,7 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 def kind(config: Mapping[str, Any]) -> str:
     """dspark, dspark_v4, dflash (its 1+N layout), eagle3 or mtp: what names and shapes follow from."""
     name = str(config.get("deepspec_algorithm"))
-    if name in (EAGLE3, MTP, layout_v4.ALGORITHM):
+    if name in (EAGLE3, MTP, layout_v4.ALGORITHM, layout_medusa.ALGORITHM):
         return name
     recurrent = layout_recurrent.ARCHITECTURES.get("".join(config.get("architectures") or ()))
     return recurrent or ("dflash" if is_dflash(config) else "dspark")
@@ -65,6 +65,8 @@ def shared_names(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def required_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys of config.json that some loader reads and that therefore must be there, given the heads."""
+    if layout_medusa.is_medusa(config):
+        return layout_medusa.REQUIRED
     if is_recurrent(config):
         return layout_recurrent.REQUIRED[kind(config)]
     if is_v4(config):
@@ -121,6 +123,8 @@ def _head_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def trainable_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what training changes, from the keys of config.json."""
+    if kind(config) == layout_medusa.ALGORITHM:
+        return layout_medusa.medusa_tensors(config)
     if is_recurrent(config):
         return {EAGLE3: layout_recurrent.eagle3_tensors, MTP: layout_recurrent.mtp_tensors}[kind(config)](config)
     if is_v4(config):
@@ -165,7 +169,7 @@ def breakdown(config: Mapping[str, Any]) -> dict[str, int]:
     """Parameters by part: fc, layers, norms, head, confidence (trainable) and frozen copies."""
     parts = {"fc": 0, "layers": 0, "norms": 0, "head": 0, "confidence": 0}
     for name, shape in trainable_tensors(config).items():
-        part = {"fc": "fc", "main_proj": "fc", "layers": "layers", "model": "layers", "markov_head": "head",
-                "confidence_head": "confidence"}.get(name.split(".")[0], "norms")
+        part = {"fc": "fc", "main_proj": "fc", "layers": "layers", "model": "layers", "blocks": "layers",
+                "markov_head": "head", "confidence_head": "confidence"}.get(name.split(".")[0], "norms")
         parts[part] += math.prod(shape)
     return parts | {"frozen": 2 * config["vocab_size"] * config["hidden_size"]}

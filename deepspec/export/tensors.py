@@ -22,7 +22,8 @@ from deepspec.export import layout
 SHARD_BYTES = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-HEADER_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64", "I64": "int64", "BOOL": "bool"}
+HEADER_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64", "I64": "int64",
+                "BOOL": "bool"}
 
 
 def shared_tensors(shared: SharedWeights, dtype: torch.dtype,
@@ -126,4 +127,4 @@ def read(folder: Path) -> dict[str, Tensor]:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(raw.numpy())).hexdigest()
+    return hashlib.sha256(raw.numpy().data).hexdigest()

@@ -74,6 +74,8 @@ def activation_bytes(config: Config, tokens: int, slots: int, width: int) -> int
     """
     shape, drafter = config.target.shape, config.drafter
     hidden = shape.hidden_size
+    if drafter.algorithm == "medusa":  # no context, no attention
+        return slots * hidden * (3 * drafter.num_layers + 1) * width
     if is_v4(drafter.algorithm):
         return _v4_bytes(config, tokens, slots, width)
     queries, keys = shape.num_heads * drafter_head_dim(config), drafter_kv_heads(config) * drafter_head_dim(config)

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from deepspec.config.schema import (
-    ALGORITHMS, AUTOREGRESSIVE, MISSING, STAGES, WITH_HEADS, Config, drafter_layers, is_autoregressive,
+    ALGORITHMS, AUTOREGRESSIVE, MISSING, ON_LAST_HIDDEN, STAGES, WITH_HEADS, Config, drafter_layers, is_autoregressive,
 )
 from deepspec.errors import ConfigError
 from deepspec.export.layout import FORMATS
@@ -97,11 +97,13 @@ def _feature_layers(config: Config) -> None:
     if not _known(total):
         return
     require(layers[-1] < total, key, layers, f"made of ids below target.shape.num_layers={total}")
-    if config.drafter.algorithm == "mtp":
+    if config.drafter.algorithm in ON_LAST_HIDDEN:
         require(config.features.mode != "server", "features.mode", config.features.mode, "another one with "
-                "drafter.algorithm=mtp: servers give layer outputs, not the last hidden state of every token")
+                f"drafter.algorithm={config.drafter.algorithm}: servers give layer outputs, not the last hidden state "
+                "of every token")
         require(layers == [total - 1], key, layers, f"[{total - 1}], the target's last hidden state, with "
-                "drafter.algorithm=mtp (drafter=mtp sets it: leave it out)")
+                f"drafter.algorithm={config.drafter.algorithm} (drafter={config.drafter.algorithm} sets it: leave it "
+                "out)")
         return
     require(layers[-1] != total - 1 or str(config.target.shape.model_type).startswith("deepseek_v4"), key, layers,
             f"without the last layer {total - 1}, which serving engines cannot capture")
@@ -112,8 +114,9 @@ def _block(config: Config) -> None:
     choice("drafter.block", drafter.block, ("qwen3", "gemma4"))
     if drafter.block == "qwen3":
         return
-    require(not is_autoregressive(drafter.algorithm) and drafter.sliding_window is None, "drafter.block",
-            drafter.block, "qwen3 with drafter.algorithm=eagle3 or mtp, and with drafter.sliding_window")
+    require(drafter.algorithm in ("dspark", "dflash") and drafter.sliding_window is None, "drafter.block",
+            drafter.block, f"qwen3 with drafter.algorithm={drafter.algorithm} or with drafter.sliding_window: dspark "
+            "and dflash without a window have other blocks")
     kind = str(config.target.shape.model_type)
     require(kind == MISSING or kind.startswith("gemma4"), "drafter.block", drafter.block,
             f"qwen3 for a target of model_type {kind}: gemma4 copies the layers of Gemma 4 targets")
@@ -136,11 +139,13 @@ def _drafter(config: Config) -> None:
         whole("drafter.unroll", drafter.unroll, 1)
         require(recurrent, "drafter.unroll", drafter.unroll, "null, unless drafter.algorithm is one of "
                 f"{', '.join(AUTOREGRESSIVE)}: {drafter.algorithm} drafts a block in one pass")
-    if recurrent:
+    if recurrent or drafter.algorithm == "medusa":
         require(drafter.sample_from_anchor, "drafter.sample_from_anchor", drafter.sample_from_anchor,
                 f"true with drafter.algorithm={drafter.algorithm}, whose first draft token follows the anchor")
         require(drafter.sliding_window is None, "drafter.sliding_window", drafter.sliding_window,
-                f"null with drafter.algorithm={drafter.algorithm}, which sees its whole context")
+                f"null with drafter.algorithm={drafter.algorithm}, which chooses its context itself")
+        require(not (drafter.warm_start and drafter.algorithm == "medusa"), "drafter.warm_start", True,
+                "false with drafter.algorithm=medusa, which has no decoder layer; it starts as the target's LM head")
     if drafter.head != "none":
         whole("drafter.markov_rank", drafter.markov_rank, 1)
     else:
@@ -245,7 +250,8 @@ def _export(config: Config) -> None:
     if config.export.fold_calibration and not config.drafter.confidence_head:
         raise ConfigError("export.fold_calibration=true changes the confidence head, but with "
                           "drafter.confidence_head=false there is none. Leave export.fold_calibration out.")
-    held = {"eagle3": ("deepspec", "speculators"), "mtp": ("deepspec",)}.get(config.drafter.algorithm, FORMATS)
+    held = {"eagle3": ("deepspec", "speculators"), "mtp": ("deepspec",), "medusa": ("deepspec",)}.get(
+        config.drafter.algorithm, FORMATS)
     for name in formats:
         require(name in held, "export.formats", formats,
                 f"made of {', '.join(held)} with drafter.algorithm={config.drafter.algorithm}")

@@ -112,6 +112,8 @@ def train_flops_per_sample(config: Config, parameters: ParameterCount, sample: S
     if is_v4(drafter.algorithm):
         attention = attention_flops(config, slots)
     backbone = 6.0 * slots * active_layers(config, parameters) + attention
+    if drafter.algorithm == "medusa":  # each slot has a head of its own, and there is neither context nor attention
+        context, backbone = 0.0, 6.0 * anchors * parameters.layers
     labels = anchors * draft_length(drafter)
     rank = drafter.markov_rank if drafter.head != "none" else 0
     objective = labels * 4.0 * vocab * (hidden + rank) + min(labels, length) * 2.0 * vocab * hidden

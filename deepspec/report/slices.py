@@ -17,7 +17,8 @@ def slice_tables(setting: Setting) -> str:
         for name, one in values.items():
             low, high = interval(one) or (None, None)
             first = (one.get("conditional_acceptance") or [None])[0]
-            rows.append([name, one.get("num_prompts"), one.get("rounds"), one.get("acceptance_length"), low, high, first])
+            rows.append([name, one.get("num_prompts"), one.get("rounds"), one.get("acceptance_length"), low, high,
+                         first])
         note = "All benchmarks together; a round counts where it begins." if kind == "by_context_length" else ""
         found += f"<h3>{title}</h3>" + table(
             [column, "prompts", "rounds", "tokens / round", "95 % from", "to", "first position"], rows, note)

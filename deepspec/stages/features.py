@@ -71,8 +71,9 @@ def served_facts(config: Config, served: ServedTarget) -> dict[str, Any]:
     """What a store remembers of the engine that made it: a drafter is best on what its features were made by."""
     told, said = config.features.server.quantization, served.facts.get("engine_quantization")
     if told and said and not same_quantization(told, said):
-        raise InputRefused(f"features.server.quantization={told}, but the server of {served.facts.get('model')} says its "
-                           f"weights are {said}. Correct the option, or point features.server.servers at the right one.")
+        raise InputRefused(f"features.server.quantization={told}, but the server of {served.facts.get('model')} says "
+                           f"its weights are {said}. Correct the option, or point features.server.servers at the "
+                           "right one.")
     return served.facts | {"quantization": told or said, "dtype": config.target.dtype}
 
 

@@ -1,5 +1,5 @@
-"""How a target's weights are quantised, in one word that can be compared. Acceptance depends on it: a drafter is best on
-the very weights that made its hidden states. Imports no torch."""
+"""How a target's weights are quantised, in one word that can be compared. Acceptance depends on it: a drafter is best
+on the very weights that made its hidden states. Imports no torch."""
 
 import json
 from pathlib import Path

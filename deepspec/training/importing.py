@@ -13,10 +13,10 @@ from deepspec.drafters.config import shape_from_config
 from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.layouts import SHARED_NAMES, deepspec_values, layout_of
 from deepspec.drafters.types import DrafterShape, SharedWeights
-from deepspec.drafters.vocabulary import D2T, T2D, stored_ids, widened
 from deepspec.drafters.v4.config import completed, is_v4_config
 from deepspec.drafters.v4.names import SHARED
 from deepspec.drafters.v4.release import from_release
+from deepspec.drafters.vocabulary import D2T, T2D, stored_ids, widened
 from deepspec.errors import InputRefused
 
 _SHARED_NAMES = (*SHARED_NAMES, "model.embed_tokens.weight", *SHARED)
@@ -83,7 +83,8 @@ def read_drafter(folder: Path, target_layers: Optional[int] = None) -> tuple[Dra
 
 def _read_stages(folder: Path, values: dict[str, Any]) -> tuple[DrafterShape, dict[str, Tensor]]:
     """The DeepSeek-V4 style drafter of an export, or of a release that holds it beside its target's tensors."""
-    shape, found = shape_from_config(values), {}
+    shape = shape_from_config(values)
+    found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as stored:

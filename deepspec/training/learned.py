@@ -50,4 +50,5 @@ def warn_of_another_engine(config: Config, spec: TargetSpec) -> None:
         return
     log.warning("the drafter was trained on hidden states of %s serving %s as %s; here the target runs as %s in %s, so "
                 "that acceptance in that engine may differ from what is measured now", served["engine"],
-                served["model"], found.features or "not quantised", found.target or "not quantised", config.target.dtype)
+                served["model"], found.features or "not quantised", found.target or "not quantised",
+                config.target.dtype)

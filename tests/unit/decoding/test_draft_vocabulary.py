@@ -27,7 +27,8 @@ def test_greedy_of_a_chain_equals_plain_decoding() -> None:
     target = recurrent_target()["eagle3"]
     requests, sampling = prompts(9), Sampling(temperature=0.0)
     drafter = recurrent_drafter(target, "eagle3", draft_ids=tuple(range(0, 48, 2)))
-    assert answers(decoder(target, drafter, sampling, "fixed").decode(requests)) == plain(target, requests, 24, sampling)
+    results = decoder(target, drafter, sampling, "fixed").decode(requests)
+    assert answers(results) == plain(target, requests, 24, sampling)
 
 
 def test_sampled_distribution_is_the_targets() -> None:

@@ -1,4 +1,4 @@
-"""RoPE scaling of targets: the drafter's table is the target's own at the length that is served, and travels with it."""
+"""RoPE scaling of targets: the drafter's table is the target's own at the served length, and travels with it."""
 
 import json
 from typing import Any

@@ -42,7 +42,7 @@ def test_chunks_equal_the_reference(labels: str, changes: dict[str, Any]) -> Non
 
 
 def test_losses_are_those_of_the_smaller_lm_head() -> None:
-    """Worked out on the 31 logits an engine would make: cross-entropy of labels inside, L1 to the target's whole mass."""
+    """Worked out on the 31 logits an engine would make: cross-entropy of labels inside, L1 to the whole mass."""
     found, grads, model, batch = terms("chunked", "data")
     output, blocks, ids = model(batch), batch.blocks, torch.tensor(IDS)
     logits = output.hidden @ model.shared.lm_head.double()[ids].T + output.transition @ output.output_factor[ids].T

@@ -46,4 +46,3 @@ def test_every_check_passes_and_it_comes_back(make_request: Callable[..., Any], 
             check_shared(found, reduced.shared, Path(where), shape.draft_ids)
             with pytest.raises(InputRefused, match="lm_head.weight is not this target's"):
                 check_shared(found, reduced.shared, Path(where), tuple(token + 1 for token in IDS[:-1]) + (0,))
-

@@ -1,6 +1,6 @@
 """Options of the drafter that exclude each other are refused by name before anything loads."""
 
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
 
@@ -15,6 +15,10 @@ from deepspec.planning.validate import validate
     (["drafter=mtp", "drafter.draft_vocab_size=99"], "null with drafter.algorithm=mtp"),
     (["drafter.draft_vocab_size=99", "export.formats=[deepspec,specforge]"], "export.formats"),
     (["drafter.block=gemma4"], "gemma4 copies the layers of Gemma 4 targets"),
+    (["drafter=medusa", "drafter.block=gemma4"], "dspark and dflash without a window"),
+    (["drafter=medusa", "drafter.warm_start=true"], "no decoder layer"),
+    (["drafter=medusa", "drafter.draft_vocab_size=9"], "drafter.draft_vocab_size"),
+    (["drafter=medusa", "target.feature_layers=[1,4]"], "drafter=medusa sets it"),
     (["drafter.block=gemma3"], "drafter.block='gemma3'"),
     (["drafter.block=gemma4", "target.shape.model_type=gemma4", "drafter.sliding_window=9"], "drafter.sliding_window"),
     (["drafter.block=gemma4", "target.shape.model_type=gemma4", "export.formats=[deepspec,speculators]"],

@@ -188,3 +188,18 @@ def test_a_reduced_draft_vocabulary_is_chosen_by_the_data_and_kept(root, caplog)
     config.drafter.draft_vocab_size = None
     with pytest.raises(InputRefused, match="draft_ids"):
         load_run(config)
+
+
+def test_medusa_trains_from_its_store_to_its_export(root, caplog):
+    caplog.set_level(logging.INFO)
+    config = make_config(root, "medusa")
+    config.drafter = replace(config.drafter, algorithm="medusa", num_layers=1, head="none", confidence_head=False,
+                             confidence_with_markov=False)
+    config.objective = replace(config.objective, ce_weight=1.0, tv_weight=0.0, confidence_weight=0.0)
+    config.target.feature_layers = [3]
+    features.run(config)
+    train.run(config)
+    export.run(config)
+    values = json.loads((root / "medusa/export/config.json").read_text())
+    assert values["architectures"] == ["MedusaModel"] and values["num_heads"] == config.drafter.block_size
+    assert "a medusa drafter" in (root / "medusa/export/README.md").read_text()
