@@ -25,7 +25,7 @@ from deepspec.drafters.v4.names import in_float32
 from deepspec.drafters.v4.rotary import PartialRotary
 from deepspec.drafters.v4.router import load_statistics, move_bias
 from deepspec.drafters.v4.stage import V4Stage
-from deepspec.drafters.v4.streams import collapse_last
+from deepspec.drafters.v4.streams import StreamHead
 from deepspec.drafters.v4.window import plan_windows
 
 _STD = 0.02
@@ -43,27 +43,21 @@ class V4Drafter(Drafter):
         assert shape.v4 is not None
         self.of = shape.v4
         self.confidence_detach = confidence_detach  # the confidence loss then trains the confidence head alone
-        width, count = shape.hidden_size, shape.v4.hc_mult
+        width = shape.hidden_size
         self.main_proj = nn.Linear(len(shape.feature_layers) * shape.target_hidden_size, width, bias=False)
         self.main_norm = RMSNorm(width, shape.rms_norm_eps)
         self.layers = nn.ModuleList([V4Stage(shape) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(width, shape.rms_norm_eps)
-        self.hc_head_fn = nn.Parameter(torch.empty(count, count * width))
-        self.hc_head_base = nn.Parameter(torch.zeros(count))
-        self.hc_head_scale = nn.Parameter(torch.ones(1))
+        # A module of its own: ZeRO-3 gathers for the backward pass only what belongs to modules that return tensors.
+        self.hc_head = StreamHead(shape.v4, width, shape.rms_norm_eps)
         self.markov_head = V4MarkovHead(shape.vocab_size, shape.markov_rank, width)
         rank = shape.markov_rank if shape.confidence_with_markov else 0
         self.confidence_head = PlainConfidenceHead(width, rank) if shape.confidence_head else None
         self._angles = PartialRotary(shape.v4.rope_head_dim, shape.rope_theta)
         initialise(self, _STD)
         for name, parameter in self.named_parameters():
-            if name.endswith(("_fn", "gate.weight", "experts.w1", "experts.w2", "experts.w3")):
+            if name.endswith(("_fn", "hc_head.fn", "gate.weight", "experts.w1", "experts.w2", "experts.w3")):
                 nn.init.normal_(parameter, std=_STD)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype the backbone computes in."""
-        return self.main_proj.weight.dtype
 
     @property
     def sequential(self) -> Optional[MarkovHead]:
@@ -102,7 +96,7 @@ class V4Drafter(Drafter):
             else:
                 streams, load = layer(*inputs)
             loads.append(load)
-        hidden = self._collapsed(streams)
+        hidden = self.hc_head(streams)
         size = hidden.detach()[counted].double().square().sum()
         return DrafterOutput(
             hidden=self.norm(hidden),
@@ -140,7 +134,7 @@ class V4Drafter(Drafter):
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             streams = layer.draft(streams, angles, keys[index, :, :, 0], seen)
-        return self._collapsed(streams)
+        return self.hc_head(streams)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """U_k [..., V] of h_k [..., D]: the norm, then the target's LM head."""
@@ -171,10 +165,6 @@ class V4Drafter(Drafter):
     def _loads(self, sums: Mapping[str, Sequence[float]]) -> list[Sequence[float]]:
         load, count = sums[LOAD], self.of.num_experts
         return [load[start:start + count] for start in range(0, len(load), count)]
-
-    def _collapsed(self, streams: Tensor) -> Tensor:
-        return collapse_last(
-            streams, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, self.of, self.shape.rms_norm_eps)
 
     def _block_inputs(self, anchor_ids: Tensor, anchor_positions: Tensor) -> tuple[Tensor, Tensor]:
         """Streams [N, S, n, D] of anchor and noise tokens, and their positions p .. p+S-1 [N, S]."""

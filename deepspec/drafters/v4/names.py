@@ -9,7 +9,7 @@ from typing import Any, Mapping
 Shapes = dict[str, tuple[int, ...]]
 SHARED = ("embed.weight", "head.weight")  # the target's own two matrices in a V4 checkpoint
 _EXPERTS = ".ffn.experts."
-_FIRST, _LAST = ("main_proj.", "main_norm."), ("norm.", "hc_head_", "markov_head.", "confidence_head.")
+_FIRST, _LAST = ("main_proj.", "main_norm."), ("norm.", "hc_head.", "markov_head.", "confidence_head.")
 _FLOAT32 = ("hc_", "attn_sink", "gate.bias", "markov_w2", "confidence_head")
 
 
@@ -51,7 +51,7 @@ def own_tensors(values: Mapping[str, Any]) -> Shapes:
     for index in range(values["n_mtp_layers"]):
         tensors |= {f"layers.{index}.{name}": shape for name, shape in stage.items()}
     tensors |= {
-        "norm.weight": (width,), "hc_head_fn": (count, count * width), "hc_head_base": (count,), "hc_head_scale": (1,),
+        "norm.weight": (width,), "hc_head.fn": (count, count * width), "hc_head.base": (count,), "hc_head.scale": (1,),
         "markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocab, rank),
     }
     if values["enable_confidence_head"]:
@@ -67,7 +67,7 @@ def released_name(name: str, stages: int) -> str:
     if name.startswith(_FIRST):
         return f"mtp.0.{name}"
     assert name.startswith(_LAST), name
-    return f"mtp.{stages - 1}.{name}"
+    return f"mtp.{stages - 1}.{name}".replace("hc_head.", "hc_head_")
 
 
 def expert_name(stacked: str, expert: int) -> str:

@@ -7,7 +7,7 @@ and normalised streams, split as pre n | post n | comb n x n, with one ``scale``
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspec.drafters.precision import exact
@@ -61,8 +61,19 @@ def expand(streams: Tensor, branch: Tensor, weights: Mixing) -> Tensor:
     return torch.addcmul(mixed, weights.post[..., None], exact(branch)[..., None, :]).to(streams.dtype)
 
 
-def collapse_last(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, of: V4Shape, norm_eps: float) -> Tensor:
-    """h [..., D] of the last streams [..., n, D]: ``w = sigmoid(s (fn z) + b) + eps``, fn [n, n*D], b [n], s [1]."""
-    flat = _normalised(streams, norm_eps)
-    projected = functional.linear(flat, fn.to(flat.dtype))
-    return collapse(streams, torch.sigmoid(projected * scale.to(flat.dtype) + base.to(flat.dtype)) + of.hc_eps)
+class StreamHead(nn.Module):
+    """The last streams to h: ``w = sigmoid(s (fn z) + b) + eps``, fn [n, n*D], b [n], s [1]."""
+
+    def __init__(self, of: V4Shape, width: int, norm_eps: float) -> None:
+        super().__init__()
+        self.fn = nn.Parameter(torch.empty(of.hc_mult, of.hc_mult * width))
+        self.base = nn.Parameter(torch.zeros(of.hc_mult))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.eps, self.norm_eps = of.hc_eps, norm_eps
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """h [..., D] of streams [..., n, D]."""
+        flat = _normalised(streams, self.norm_eps)
+        projected = functional.linear(flat, self.fn.to(flat.dtype))
+        weights = torch.sigmoid(projected * self.scale.to(flat.dtype) + self.base.to(flat.dtype)) + self.eps
+        return collapse(streams, weights)

@@ -74,7 +74,7 @@ def warm_start_stages(drafter: V4Drafter, target_layers: Sequence[nn.Module], fi
     if stream_head is not None:
         theirs = dict(stream_head.named_parameters())
         for part in ("fn", "base", "scale"):
-            own, other = getattr(drafter, f"hc_head_{part}"), theirs.get(f"hc_{part}")
+            own, other = getattr(drafter.hc_head, part), theirs.get(f"hc_{part}")
             if other is not None and other.shape == own.shape:
                 own.copy_(other)
                 count += 1

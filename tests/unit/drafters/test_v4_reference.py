@@ -72,7 +72,7 @@ def test_a_mistake_shows(mutant: str) -> None:
 @torch.no_grad()
 def test_half_precision_stays_close() -> None:
     model, exact = v4_drafter(torch.float32).cast(torch.bfloat16), v4_drafter()
-    assert model.main_proj.weight.dtype == torch.bfloat16 and model.hc_head_fn.dtype == torch.float32
+    assert model.main_proj.weight.dtype == torch.bfloat16 and model.hc_head.fn.dtype == torch.float32
     assert model.gates[0].bias.dtype == torch.float32
     model.shared = exact.shared.__class__(model.shared.embed.bfloat16(), model.shared.lm_head.bfloat16(), "test")
     batch, wanted = batch_of(model, dtype=torch.bfloat16), trained(exact, batch_of(exact))[0]

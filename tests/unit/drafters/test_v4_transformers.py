@@ -85,7 +85,7 @@ def test_stages_are_hugging_faces_layers(anchor: int) -> None:
                         cache=Context(rows))
     head = hf.DeepseekV4HyperHead(config).double()
     for part in ("fn", "base", "scale"):
-        getattr(head, f"hc_{part}").copy_(getattr(model, f"hc_head_{part}"))
+        getattr(head, f"hc_{part}").copy_(getattr(model.hc_head, part))
     hidden = model.norm(head(streams))
     # Hugging Face computes angles, mHC and norms in float32 whatever the model's dtype is.
     torch.testing.assert_close(model(batch).hidden, hidden, rtol=1e-4, atol=1e-5)
@@ -120,7 +120,7 @@ def test_warm_start_from_a_v4_target() -> None:
         assert torch.equal(stage.ffn.experts.w1, layer.mlp.experts.gate_up_proj[:, :10])
         assert torch.equal(stage.hc_ffn_base, layer.ffn_hc.base)
         assert torch.equal(stage.ffn.gate.weight, old)
-    assert torch.equal(model.hc_head_fn, head.hc_fn) and bool((model.norm.weight == 1.5).all())
+    assert torch.equal(model.hc_head.fn, head.hc_fn) and bool((model.norm.weight == 1.5).all())
     assert torch.equal(model.main_proj.weight[:, -32:], torch.eye(32)) and not model.main_proj.weight[:, :-32].any()
 
 

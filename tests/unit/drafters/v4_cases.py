@@ -170,8 +170,8 @@ class Reference:
                 streams[slot] = self.mixed(x, self.experts(prefix, normed_x), post, comb)
         found = []
         for x in streams:
-            m = self.own["hc_head_fn"] @ rms(x.flatten(), 1.0, self.eps)
-            weights = torch.sigmoid(self.own["hc_head_scale"] * m + self.own["hc_head_base"]) + self.of.hc_eps
+            m = self.own["hc_head.fn"] @ rms(x.flatten(), 1.0, self.eps)
+            weights = torch.sigmoid(self.own["hc_head.scale"] * m + self.own["hc_head.base"]) + self.of.hc_eps
             found.append(x.mean(dim=0) if self.mutant == "mean_at_the_end" else weights @ x)
         return torch.stack(found)
 
