@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional
 
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest
+from deepspec.doctor.reference import RestrictedTarget
 from deepspec.targets.sampling import Sampling
 
 
@@ -15,12 +16,14 @@ class FakeVllm:
     """Use as a context manager; ``url`` is its address.
 
     ``target`` and ``drafter`` are what this engine runs, mistakes included. ``render`` makes token ids of messages and
-    template options. ``sampled`` temperatures are taken from the requests, as an engine does.
+    template options. ``sampled`` temperatures are taken from the requests, as an engine does. No round begins where the
+    sequence is longer than ``longest`` with a whole block.
     """
 
     def __init__(self, target: Any, drafter: Any, *, render: Optional[Callable[..., list[int]]] = None,
-                 max_model_len: int = 512) -> None:
+                 max_model_len: int = 512, longest: Optional[int] = None) -> None:
         self.target, self.drafter, self.render, self.max_model_len = target, drafter, render, max_model_len
+        self.longest = longest
         length = drafter.shape.draft_length
         self.drafts, self.tokens, self.accepted = 0, 0, [0] * length
         self._requests = 0
@@ -42,12 +45,18 @@ class FakeVllm:
         with self._lock:
             self._requests += 1
             sampling = Sampling(temperature=body["temperature"], seed=self._requests)
-            decoder = SpeculativeDecoder(self.target, self.drafter, sampling, batch_size=1,
+            only = body.get("allowed_token_ids")
+            target = RestrictedTarget(self.target, only) if only else self.target
+            decoder = SpeculativeDecoder(target, self.drafter, sampling, batch_size=1,
                                          max_new_tokens=body["max_tokens"], ignore_eos=body.get("ignore_eos", False))
             result, = decoder.decode([DecodeRequest(str(self._requests), tuple(body["prompt"]))])
-            self.drafts += len(result.rounds)
             self.tokens += len(result.token_ids)
+            length = len(body["prompt"]) + 1
             for record in result.rounds:
+                if self.longest is not None and length + len(self.accepted) > self.longest:
+                    break
+                length += record.accepted + 1
+                self.drafts += 1
                 for k in range(record.accepted):
                     self.accepted[k] += 1
         return {"choices": [{"token_ids": list(result.token_ids), "finish_reason": "length"}]}

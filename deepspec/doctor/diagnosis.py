@@ -59,6 +59,23 @@ def length_findings(exam: Exam, trained: int, tolerance: float) -> list[Finding]
                     f"{here:.2f}", fix, kind, "server", explains=_share(exam, here))]
 
 
+def coverage_findings(exam: Exam) -> list[Finding]:
+    """Tokens that were made without drafts."""
+    plain, limit = exam.coverage.plain, exam.coverage.limit
+    total = sum(len(text.answer) for text in exam.texts) + plain
+    if not plain:
+        return []
+    says = f"{plain} of {total} answered tokens were made without drafts"
+    if limit is None:
+        return [Finding("undrafted", f"{says}, at no particular length: the engine drafts in some steps only",
+                        "Compare without schedules by batch size, adaptive verification and other load.", NOTE,
+                        "server")]
+    where = f"{limit[0]}" if limit[0] == limit[1] else f"{limit[0]} to {limit[1]}"
+    return [Finding("length", f"{says}: drafting ends where a sequence reaches {where} tokens",
+                    "Give the drafter the target's length: max_position_embeddings in its config.json as exported, and "
+                    "no smaller max_model_len in the speculative configuration.", found_by="server")]
+
+
 def text_findings(exam: Exam) -> list[Finding]:
     """Greedy texts that are not the target's own."""
     check = exam.text
@@ -113,7 +130,8 @@ def acceptance_findings(exam: Exam, static: Sequence[Finding], certainty: float,
         confirmed = [replace(item, probability=round(min(1.0, together), 4), explains=explains)
                      if item.kind == FAULT else item for item in static]
         return [], confirmed
-    fitting = f"the counts of {top.exact} of {len(exam.prompts)} prompts are reproduced exactly"
+    trials = "" if exam.trials is None else " (with answers made of what the suspects would draft)"
+    fitting = f"the counts of {top.exact} of {exam.judged} answers{trials} are reproduced exactly"
     if top.cause == AS_TRAINED and causes[AS_TRAINED] >= certainty:
         return [], list(static)  # what is missing comes from the number of draft tokens or from the texts
     if top.cause == UNKNOWN and causes[UNKNOWN] >= certainty:
@@ -124,14 +142,14 @@ def acceptance_findings(exam: Exam, static: Sequence[Finding], certainty: float,
                         found_by="acceptance", probability=round(causes[UNKNOWN], 4))], list(static)
     if len(named) == 1 and causes[top.cause] >= certainty:
         chosen = exam.hypotheses[top.place]
-        details = " or ".join(dict.fromkeys(exam.hypotheses[place].detail for place in group))
-        return [Finding(chosen.cause, f"{details}; {fitting} by our decoder with that mistake", chosen.fix,
+        found = " or ".join(dict.fromkeys(exam.hypotheses[place].detail for place in group))
+        return [Finding(chosen.cause, f"{found}; {fitting} by our decoder with that mistake", chosen.fix,
                         found_by="acceptance", probability=round(causes[top.cause], 4), explains=explains)
                 ], list(static)
     likely = [cause for cause, value in causes.items() if value >= _LIKELY]
     details = dict.fromkeys(f"{item.detail} ({causes[item.cause]:.2f})" for item in exam.hypotheses
                             if item.cause in likely)
-    return [Finding("undecided", f"these cannot be told apart by what is accepted: {'; '.join(details)}",
+    return [Finding("undecided", f"these cannot be told apart by what is accepted{trials}: {'; '.join(details)}",
                     "Check them one by one against the run's export, the likeliest first. A drafter trained longer, or "
                     "more prompts (doctor.max_prompts), would separate them.", found_by="acceptance",
                     probability=round(sum(causes[cause] for cause in likely), 4), explains=explains)], list(static)
@@ -164,7 +182,7 @@ def diagnose(exam: Exam, static: Sequence[Finding], rendered: Sequence[Finding],
     if not exam.alone:
         notes.append(Finding("other_requests", "other requests were counted together with the reference prompts",
                              "Examine a server without traffic for exact counts.", NOTE, "server"))
-    findings = [*found, *lengths, *files, *text, *rendered, *traffic, *notes]
+    findings = [*found, *lengths, *coverage_findings(exam), *files, *text, *rendered, *traffic, *notes]
     findings.sort(key=lambda item: (item.kind != FAULT, -(item.explains or 0.0)))
     healthy = not short and all(item.kind == NOTE for item in findings)
     if short and all(item.kind == NOTE for item in findings):

@@ -48,8 +48,11 @@ class Engine(Protocol):
     def totals(self) -> Optional[PromptCounts]:
         """All rounds since the server started; None where it does not count them."""
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
-        """Continue ``prompt_ids`` greedily by exactly ``max_new_tokens`` tokens, end-of-turn tokens ignored."""
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int, only: Sequence[int] = ()) -> Answer:
+        """Continue ``prompt_ids`` greedily by exactly ``max_new_tokens`` tokens, end-of-turn tokens ignored.
+
+        ``only``: the tokens that may be answered with (empty: all); what is drafted stays free.
+        """
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Optional[list[int]]:
         """The token ids the server makes of a conversation; ``options`` go to its chat template. None: not offered."""

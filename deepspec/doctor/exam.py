@@ -7,11 +7,12 @@ from typing import Any, Optional, Sequence
 import numpy as np
 
 from deepspec.doctor.counts import Counts, PromptCounts, missing_length
+from deepspec.doctor.coverage import Coverage, coverage
 from deepspec.doctor.endpoint import Answer, Engine
 from deepspec.doctor.faults import Bench, Hypothesis, catalogue, needed_layers
 from deepspec.doctor.ranking import Ranked, rank
 from deepspec.doctor.reference import Prompt, Text, greedy_answers, greedy_margin, layer_outputs
-from deepspec.doctor.replay import replay
+from deepspec.doctor.replay import Variant, replay
 from deepspec.doctor.variants import rebuild, with_length
 from deepspec.errors import InputRefused
 
@@ -46,12 +47,30 @@ class Exam:
     traffic: Optional[PromptCounts] = None  # rounds the server had counted before
     alone: bool = True
     hypotheses: list[Hypothesis] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # what each hypothesis makes of the drafter
     predictions: list[Counts] = field(default_factory=list)
     ranked: list[Ranked] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)  # as served, as far as they were drafted
+    coverage: Coverage = Coverage(())
+    trials: Optional[Counts] = None  # of answers restricted to what suspects would draft
+    trial_predictions: list[Counts] = field(default_factory=list)
 
     def gap(self) -> tuple[float, float, float]:
         """Acceptance length missing against the offline figure, and its 95 % interval."""
         return missing_length(self.offline, self.served)
+
+    @property
+    def judged(self) -> int:
+        """Answers whose counts were compared, trials included."""
+        return len(self.served.prompts) + (0 if self.trials is None else len(self.trials.prompts))
+
+    def layers(self) -> list[int]:
+        """Layers whose outputs some hypothesis reads."""
+        return needed_layers(self.variants)
+
+    def named(self) -> list[tuple[str, Counts]]:
+        """Cause and predicted counts of every hypothesis."""
+        return [(item.cause, found) for item, found in zip(self.hypotheses, self.predictions)]
 
 
 def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[Answer], Counts]:
@@ -82,17 +101,20 @@ def compare_texts(target: Any, prompts: Sequence[Prompt], answers: Sequence[Answ
     return TextCheck(len(prompts), tuple(different), tuple(first), tuple(margins))
 
 
-def served_texts(prompts: Sequence[Prompt], answers: Sequence[Answer], ours: Sequence[tuple[int, ...]]) -> list[Text]:
-    """Texts as served; where ours agrees, its further tokens let the last round be judged in full."""
+def served_texts(prompts: Sequence[Prompt], answers: Sequence[Answer], ours: Sequence[tuple[int, ...]],
+                 drafted: Sequence[int]) -> list[Text]:
+    """Texts as served, as far as rounds made them (``drafted`` tokens); where ours agrees, its further tokens let the
+    last round be judged in full."""
     texts = []
-    for prompt, answer, own in zip(prompts, answers, ours):
-        made = len(answer.token_ids)
-        same = own[:made] == answer.token_ids
-        texts.append(Text(prompt.ids, answer.token_ids, own[made:] if same else ()))
+    for prompt, answer, own, made in zip(prompts, answers, ours, drafted):
+        same = own[:len(answer.token_ids)] == answer.token_ids
+        more = own[made:] if same else answer.token_ids[made:]
+        texts.append(Text(prompt.ids, answer.token_ids[:made], more))
     return texts
 
 
-def _states(target: Any, texts: Sequence[Text], layers: Sequence[int]) -> list[dict[int, Any]]:
+def states_of(target: Any, texts: Sequence[Text], layers: Sequence[int]) -> list[dict[int, Any]]:
+    """Outputs of ``layers`` for every text."""
     return [layer_outputs(target, text.ids, layers) for text in texts]
 
 
@@ -117,12 +139,15 @@ def examine(engine: Engine, target: Any, drafter: Any, prompts: list[Prompt], to
     bench = Bench(sized, special, target.spec.num_layers - 1, served, differences)
     hypotheses = catalogue(bench)
     variants = [item.build() for item in hypotheses]
-    states = _states(target, own, drafter.shape.feature_layers)
+    states = states_of(target, own, drafter.shape.feature_layers)
     offline = replay(bench.variant(drafter), own, states, target.tokenizer_size)
-    texts = served_texts(prompts, answers, ours)
-    states = _states(target, texts, needed_layers(variants))
+    alone = all(answer.alone for answer in answers)
+    covered = coverage([prompt.ids for prompt in prompts], answers, length) if alone else Coverage(
+        tuple(len(answer.token_ids) for answer in answers))
+    texts = served_texts(prompts, answers, ours, covered.drafted)
+    states = states_of(target, texts, needed_layers(variants))
     predictions = [replay(variant, texts, states, target.tokenizer_size) for variant in variants]
     exam = Exam(prompts, counts, length, offline, predictions[0], compare_texts(target, prompts, answers, ours),
-                traffic, all(answer.alone for answer in answers), hypotheses, predictions)
-    exam.ranked = rank(counts, [(item.cause, found) for item, found in zip(hypotheses, predictions)], length)
+                traffic, alone, hypotheses, variants, predictions, texts=texts, coverage=covered)
+    exam.ranked = rank(counts, exam.named(), length)
     return exam

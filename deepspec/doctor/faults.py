@@ -1,6 +1,7 @@
 """The catalogue of mistakes: what each does to a drafter, what it is called, and what to do about it."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Callable, Iterator, Optional, Sequence
 
 from deepspec.doctor.reference import EMBEDDING
@@ -8,6 +9,7 @@ from deepspec.doctor.replay import Variant
 from deepspec.doctor.variants import (
     first_key_norm, head_of, moved_positions, other_slots, rebuild, shuffled, without_sequential,
 )
+from deepspec.drafters.types import DrafterShape
 
 AS_TRAINED = "as_trained"
 _BLOCK_DRAFTERS = ("dspark", "dflash")
@@ -21,6 +23,7 @@ class Hypothesis:
     detail: str
     fix: str
     build: Callable[[], Variant]
+    exact: bool = True  # False: stands for a kind of mistake, whose drafts are not known
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Bench:
         used = self.drafter if drafter is None else drafter
         return Variant(used, tuple(layer + shift for layer in used.shape.feature_layers), prompt_context)
 
+    def reshaped(self, shape: DrafterShape) -> Variant:
+        """The trained drafter under another shape."""
+        return self.variant(rebuild(self.drafter, shape))
+
+    def moved(self, offset: int) -> Variant:
+        """The trained drafter with blocks ``offset`` positions off."""
+        return self.variant(moved_positions(self.drafter, offset))
+
 
 def _layers(bench: Bench) -> Iterator[Hypothesis]:
     layers = bench.drafter.shape.feature_layers
@@ -51,7 +62,7 @@ def _layers(bench: Bench) -> Iterator[Hypothesis]:
             "Layer ids count outputs of decoder layers from 0 in target_layer_ids and dflash_config; the same layers "
             f"are {[layer + 1 for layer in layers]} in aux_hidden_state_layer_ids and "
             "eagle_aux_hidden_state_layer_ids. Serve the folder as the export wrote it, or correct the ids.",
-            lambda shift=shift: bench.variant(shift=shift))
+            partial(bench.variant, shift=shift))
 
 
 def _slots(bench: Bench) -> Iterator[Hypothesis]:
@@ -77,7 +88,7 @@ def _mask(bench: Bench) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "mask_token", f"empty slots hold token {other} instead of the mask token {shape.mask_token_id}",
                 f"Write mask_token_id={shape.mask_token_id} at the top level of config.json and in dflash_config.",
-                lambda other=other: bench.variant(rebuild(bench.drafter, replace(shape, mask_token_id=other))))
+                partial(bench.reshaped, replace(shape, mask_token_id=other)))
 
 
 def _rope(bench: Bench) -> Iterator[Hypothesis]:
@@ -88,13 +99,12 @@ def _rope(bench: Bench) -> Iterator[Hypothesis]:
         if theta != shape.rope_theta:
             other = replace(shape, rope_theta=theta, rope_parameters={**shape.rope_parameters, "rope_theta": theta})
             yield Hypothesis("rope", f"RoPE with base {theta:g} instead of {shape.rope_theta:g}", fix,
-                             lambda other=other: bench.variant(rebuild(bench.drafter, other)))
+                             partial(bench.reshaped, other))
     if shape.algorithm in _BLOCK_DRAFTERS:
         for offset in (-1, 1):
             yield Hypothesis("positions", f"positions of the block are {offset:+d} off against its context",
                              "The engine counts positions of the draft block differently: report it with doctor.json, "
-                             "or use another version.", lambda offset=offset: bench.variant(
-                                 moved_positions(bench.drafter, offset)))
+                             "or use another version.", partial(bench.moved, offset))
 
 
 def _matrices(bench: Bench) -> Iterator[Hypothesis]:
@@ -107,9 +117,9 @@ def _matrices(bench: Bench) -> Iterator[Hypothesis]:
         yield Hypothesis("embedding", "the drafter's embedding is the LM head", fix,
                          lambda: bench.variant(rebuild(bench.drafter, embed=shared.lm_head)))
     yield Hypothesis("lm_head", "the drafter's LM head is not the target's", fix,
-                     lambda: bench.variant(rebuild(bench.drafter, lm_head=shuffled(shared.lm_head))))
+                     lambda: bench.variant(rebuild(bench.drafter, lm_head=shuffled(shared.lm_head))), exact=False)
     yield Hypothesis("embedding", "the drafter's embedding is not the target's", fix,
-                     lambda: bench.variant(rebuild(bench.drafter, embed=shuffled(shared.embed))))
+                     lambda: bench.variant(rebuild(bench.drafter, embed=shuffled(shared.embed))), exact=False)
     if head_of(bench.drafter) is not None and hasattr(bench.drafter, "markov_head"):
         yield Hypothesis("sequential_head", "the sequential head's tensors were not loaded",
                          "Serve a folder whose markov_head.* tensors are there, with markov_rank and markov_head_type "

@@ -8,7 +8,7 @@ prompts is unknown and averaged over a grid. An "unknown" hypothesis with free r
 
 import math
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from deepspec.doctor.counts import Counts, PromptCounts
 
 UNKNOWN = "unknown"
 _gammaln = np.vectorize(math.lgamma, otypes=[np.float64])
+_SURPRISE = 0.1  # of a trial being unlike its prediction under the right hypothesis: rounding, chance
 _EXACT_SHARES = (0.0, 0.1, 0.5, 0.9, 0.99)  # of prompts whose counts are reproduced exactly
 
 
@@ -77,34 +78,79 @@ def _likelihood(noisy: np.ndarray[Any, Any], exact: Sequence[bool]) -> float:
     return _logsumexp(found) - math.log(len(found))
 
 
-def rank(served: Counts, predictions: Sequence[tuple[str, Counts]], width: int) -> list[Ranked]:
-    """Probabilities of ``predictions`` (cause and predicted counts), likeliest first, with the unknown one among them.
+def _own_rates(served: Counts, predicted: Counts, width: int) -> np.ndarray[Any, Any]:
+    """Log probability [P] of each prompt under the rates predicted for it alone, or else under any rates."""
+    found = []
+    for item, other in zip(served.prompts, predicted.prompts):
+        seen, expected = _reached(item, width), _reached(other, width)
+        own = _beta_binomial(seen, expected[:, 1] + 0.5, expected[:, 0] - expected[:, 1] + 0.5)
+        found.append(np.logaddexp(math.log1p(-_SURPRISE) + own, math.log(_SURPRISE) + _any_rates(seen)))
+    return np.array(found)
 
-    Causes have equal priors; several hypotheses of one cause share its prior.
-    """
-    if any(item.accepted is None for item in served.prompts):
-        served = _sums_only(served, width)
-        predictions = [(cause, _sums_only(counts, width)) for cause, counts in predictions]
-        width = 1
-    causes = [cause for cause, _ in predictions]
+
+def _any_rates(seen: np.ndarray[Any, Any]) -> float:
+    ones = np.ones(len(seen))
+    return _beta_binomial(seen, ones, ones)
+
+
+def _trial_scores(served: Counts, predictions: Sequence[Counts], width: int) -> tuple[list[float], list[int]]:
+    """``_scores`` of answers that were chosen to differ: each has its own rates, also for the unknown one."""
+    served, predictions, width = _comparable(served, predictions, width)
     scores, exacts = [], []
-    for cause, counts in predictions:
-        noisy, exact = _prompt_likelihoods(served, counts, width)
-        scores.append(_likelihood(noisy, exact) - np.log(causes.count(cause)))
+    for counts in predictions:
+        _, exact = _prompt_likelihoods(served, counts, width)
+        scores.append(_likelihood(_own_rates(served, counts, width), exact))
         exacts.append(sum(exact))
-    ones = np.ones(width)
+    return [*scores, sum(_any_rates(_reached(item, width)) for item in served.prompts)], exacts
+
+
+def _comparable(served: Counts, predictions: Sequence[Counts], width: int) -> tuple[Counts, Sequence[Counts], int]:
+    """All as they are, or as sums where the engine reports only these."""
+    if all(item.accepted is not None for item in served.prompts):
+        return served, predictions, width
+    return _sums_only(served, width), [_sums_only(counts, width) for counts in predictions], 1
+
+
+def _scores(served: Counts, predictions: Sequence[Counts], width: int) -> tuple[list[float], list[int]]:
+    """Log likelihood of ``served`` under each of ``predictions`` and, last, with free rates; prompts reproduced."""
+    served, predictions, width = _comparable(served, predictions, width)
+    scores, exacts = [], []
+    for counts in predictions:
+        noisy, exact = _prompt_likelihoods(served, counts, width)
+        scores.append(_likelihood(noisy, exact))
+        exacts.append(sum(exact))
     total = sum((_reached(item, width) for item in served.prompts), np.zeros((width, 2)))
-    pooled = _beta_binomial(total, ones, ones)
+    pooled = _any_rates(total)
+    ones = np.ones(width)
     # Free rates shared by all prompts: the pooled marginal, spread over the prompts as counts allow.
     spread = sum(_beta_binomial(_reached(item, width), ones * 1e9 * rate_of(total), ones * 1e9 * (1 - rate_of(total)))
                  for item in served.prompts)
     whole = _beta_binomial(total, ones * 1e9 * rate_of(total), ones * 1e9 * (1 - rate_of(total)))
-    scores.append(pooled + spread - whole)
+    return [*scores, pooled + spread - whole], exacts
+
+
+def rank(served: Counts, predictions: Sequence[tuple[str, Counts]], width: int,
+         more: Optional[tuple[Counts, Sequence[Counts]]] = None) -> list[Ranked]:
+    """Probabilities of ``predictions`` (cause and predicted counts), likeliest first, with the unknown one among them.
+
+    Causes have equal priors; several hypotheses of one cause share its prior. ``more``: counts of trials with what each
+    hypothesis predicts of them.
+    """
+    causes = [cause for cause, _ in predictions]
+    found = [counts for _, counts in predictions]
+    scores, exacts = _scores(served, found, width)
+    seen: list[tuple[Counts, ...]] = [(counts,) for counts in found]
+    if more is not None:
+        others, also = _trial_scores(*more, width)
+        scores = [one + other for one, other in zip(scores, others)]
+        exacts = [one + other for one, other in zip(exacts, also)]
+        seen = list(zip(found, more[1]))
+    scores = [score - math.log(causes.count(cause)) for score, cause in zip(scores, causes)] + scores[-1:]
     weights = np.exp(np.array(scores) - _logsumexp(scores))
-    same = {place: tuple(other for other in range(len(predictions)) if other != place
-                         and predictions[other][1] == predictions[place][1]) for place in range(len(predictions))}
+    same = [tuple(other for other in range(len(seen)) if other != place and seen[other] == seen[place])
+            for place in range(len(seen))]
     ranked = [Ranked(place, causes[place], float(weights[place]), exacts[place], same[place])
-              for place in range(len(predictions))]
+              for place in range(len(seen))]
     ranked.append(Ranked(-1, UNKNOWN, float(weights[-1]), 0))
     return sorted(ranked, key=lambda item: -item.probability)
 

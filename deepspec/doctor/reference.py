@@ -92,6 +92,31 @@ def greedy_answers(target: Any, drafter: nn.Module, prompts: Sequence[Prompt], t
     return [tuple(results[str(number)]) for number in range(len(prompts))]
 
 
+class RestrictedTarget:
+    """A target that answers with some tokens only; everything else is the target's own."""
+
+    def __init__(self, target: Any, only: Sequence[int]) -> None:
+        self._target = target
+        self._only = torch.tensor(list(only))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits, -inf for every other token."""
+        logits: Tensor = self._target.logits(hidden)
+        only = self._only.to(logits.device)
+        return torch.full_like(logits, -torch.inf).index_copy(-1, only, logits.index_select(-1, only))
+
+
+def restricted_answer(target: Any, ids: Sequence[int], only: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The greedy continuation of ``ids`` by ``tokens`` tokens, all of them from ``only``."""
+    decoder = SpeculativeDecoder(RestrictedTarget(target, only), None, Sampling(temperature=0.0), batch_size=1,
+                                 max_new_tokens=tokens, mode="none", ignore_eos=True)
+    result, = decoder.decode([DecodeRequest("trial", tuple(ids))])
+    return tuple(result.token_ids)
+
+
 @torch.no_grad()
 def layer_outputs(target: Any, ids: Sequence[int], layers: Sequence[int]) -> dict[int, Tensor]:
     """Outputs [T, D] of the decoder layers named, before any final norm; ``EMBEDDING`` is what enters the first."""

@@ -48,6 +48,36 @@ def _features(variant: Variant, text: Text, states: Mapping[int, Tensor]) -> Ten
     return features
 
 
+def _open(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+          tokenizer_size: int) -> tuple[Any, list[_Row]]:
+    """The drafter's state and the rows after the prefill of every prompt."""
+    length = variant.drafter.shape.draft_length
+    drafts = draft_state(variant.drafter, len(texts), tokenizer_size=tokenizer_size,
+                         capacity=max(len(text.ids) for text in texts))
+    rows = []
+    for place, text in enumerate(texts):
+        row = _Row(text, _features(variant, text, states[place]), len(text.prompt), 0, [0] * length)
+        drafts.append(place, row.features[:row.anchor], text.ids[1:row.anchor + 1])
+        rows.append(row)
+    return drafts, rows
+
+
+def _propose(drafts: Any, rows: Sequence[_Row], places: Sequence[int]) -> list[list[int]]:
+    """Greedy drafts of the rows at ``places`` after their anchors."""
+    anchors = [rows[place].text.ids[rows[place].anchor] for place in places]
+    uniforms = torch.zeros(len(places), drafts.length)
+    drafted: list[list[int]] = drafts.propose(places, anchors, uniforms, Sampling(temperature=0.0)).ids.tolist()
+    return drafted
+
+
+@torch.no_grad()
+def first_drafts(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+                 tokenizer_size: int) -> list[list[int]]:
+    """What ``variant`` drafts after the first token of every answer: K tokens per text."""
+    drafts, rows = _open(variant, texts, states, tokenizer_size)
+    return _propose(drafts, rows, range(len(rows)))
+
+
 @torch.no_grad()
 def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
            tokenizer_size: int) -> Counts:
@@ -57,21 +87,12 @@ def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int
     judge is left out.
     """
     length = variant.drafter.shape.draft_length
-    drafts = draft_state(variant.drafter, len(texts), tokenizer_size=tokenizer_size,
-                         capacity=max(len(text.ids) for text in texts))
-    rows = []
-    for place, text in enumerate(texts):
-        row = _Row(text, _features(variant, text, states[place]), len(text.prompt), 0, [0] * length)
-        drafts.append(place, row.features[:row.anchor], text.ids[1:row.anchor + 1])
-        rows.append(row)
-    sampling, uniforms = Sampling(temperature=0.0), torch.zeros(len(rows), length)
+    drafts, rows = _open(variant, texts, states, tokenizer_size)
     while True:
         alive = [place for place, row in enumerate(rows) if row.open]
         if not alive:
             break
-        anchors = [rows[place].text.ids[rows[place].anchor] for place in alive]
-        proposal = drafts.propose(alive, anchors, uniforms[:len(alive)], sampling)
-        for place, drafted in zip(alive, proposal.ids.tolist()):
+        for place, drafted in zip(alive, _propose(drafts, rows, alive)):
             row = rows[place]
             following = row.text.ids[row.anchor + 1:row.anchor + 1 + length]
             kept = 0

@@ -69,7 +69,9 @@ def document(diagnosis: Diagnosis, exam: Exam, facts: ServerFacts, folder: str, 
          "detail": "none of those known" if item.place < 0 else exam.hypotheses[item.place].detail,
          "prompts_reproduced": item.exact,
          "same_counts_as": [exam.hypotheses[place].detail for place in item.twins],
-         **({} if item.place < 0 else {"predicted": exam.predictions[item.place].to_json()})}
+         **({} if item.place < 0 else {"predicted": exam.predictions[item.place].to_json()}),
+         **({} if item.place < 0 or exam.trials is None else {
+             "predicted_in_trials": exam.trial_predictions[item.place].to_json()})}
         for item in exam.ranked]
     traffic = exam.traffic
     return {
@@ -79,6 +81,8 @@ def document(diagnosis: Diagnosis, exam: Exam, facts: ServerFacts, folder: str, 
         "served": exam.served.to_json(), "offline": exam.offline.to_json(), "expected": exam.expected.to_json(),
         "texts": {"prompts": exam.text.prompts, "different": len(exam.text.different),
                   "first_difference": list(exam.text.first), "margins": list(exam.text.margins)},
+        "trials": None if exam.trials is None else exam.trials.to_json(),
+        "without_drafts": {"tokens": exam.coverage.plain, "from_length": exam.coverage.limit},
         "before": None if traffic is None else Counts((traffic,)).to_json(),
         "causes": {cause: round(value, 6) for cause, value in diagnosis.causes.items()},
         "findings": [item.to_json() for item in diagnosis.findings], "hypotheses": list(hypotheses),

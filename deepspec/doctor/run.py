@@ -6,16 +6,17 @@ Exit code 0 when it is healthy, 4 when a fault was found; what was found is in `
 import logging
 import sys
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 from deepspec.artifacts import atomic_write_json
+from deepspec.calibration import Fold
 from deepspec.calibration.head import load_confidence
-from deepspec.config.paths import run_dir
+from deepspec.config.paths import run_dir, served_folder
 from deepspec.config.schema import Config
 from deepspec.data.rendering import Renderer
 from deepspec.decoding.decoder import SpeculativeDecoder
 from deepspec.decoding.types import DecodeRequest
-from deepspec.doctor.diagnosis import Diagnosis, diagnose
+from deepspec.doctor.diagnosis import Diagnosis, diagnose, is_short, replace_offline
 from deepspec.doctor.endpoint import Engine, connect
 from deepspec.doctor.exam import Exam, examine
 from deepspec.doctor.files import check_config, check_weights, folder_values
@@ -23,14 +24,19 @@ from deepspec.doctor.findings import FAULT, Finding
 from deepspec.doctor.reference import Prompt, read_prompts
 from deepspec.doctor.rendering import check_rendering
 from deepspec.doctor.report import document, paragraph, table
+from deepspec.doctor.trials import settle
 from deepspec.doctor.variants import rebuild
+from deepspec.doctor.weights import check_quantization
 from deepspec.drafters.config import shape_from_config
 from deepspec.drafters.layouts import deepspec_values, layout_of
+from deepspec.drafters.vocabulary import stored_ids, widened
 from deepspec.errors import InputRefused
 from deepspec.export.config_file import serving_shape
+from deepspec.export.fold import KEY, fold_head
 from deepspec.export.tensors import DTYPES, collect, read
-from deepspec.planning.jobs import served_folder
 from deepspec.targets.sampling import Sampling
+from deepspec.training.checkpoint import load_drafter
+from deepspec.training.learned import quantization_of
 from deepspec.training.session import RunSession, load_run
 
 log = logging.getLogger(__name__)
@@ -38,18 +44,30 @@ FAULT_FOUND = 4
 REPORT = "doctor.json"
 
 
-def inspect_folder(folder: Path, session: RunSession) -> tuple[list[Finding], Optional[Any]]:
-    """Findings of the served folder's files, and the drafter they describe where that is another than the run's."""
+def _folded(run: Path, session: RunSession, fold: Mapping[str, float]) -> Any:
+    """The run's drafter as an export with the calibration in its weights has it: folded before any rounding."""
+    drafter = load_drafter(session.checkpoint, session.shared, session.weights)
+    load_confidence(run, drafter, session.drafter_sha256)
+    fold_head(drafter, Fold(fold["temperature"], fold["shift"]))
+    return drafter
+
+
+def inspect_folder(folder: Path, run: Path, session: RunSession) -> tuple[list[Finding], Optional[Any]]:
+    """Findings of the served folder's files, and the drafter they describe where that is another than that of ``run``
+    (its directory)."""
     shape = serving_shape(session.drafter.shape)
     config, dtype = folder_values(folder)
     findings = check_config(config, shape, folder)
-    weights = collect(session.drafter, shape, session.shared, DTYPES[dtype or "float32"])
+    drafter = session.drafter if KEY not in config else _folded(run, session, config[KEY])
+    weights = collect(drafter, shape, session.shared, DTYPES[dtype or "float32"])
     findings += check_weights(folder, weights, kind=layout_of(config))
     if not any(item.kind == FAULT for item in findings):
         return findings, None
     try:
-        found = shape_from_config(deepspec_values(config, target_layers=shape.num_target_layers))
         stored = read(folder)
+        ids = stored_ids(stored, folder)
+        found = shape_from_config(deepspec_values(config, target_layers=shape.num_target_layers), ids)
+        stored = stored if ids is None else widened(stored, ids, found.vocab_size)
         served = rebuild(session.drafter, found, embed=stored.get("embed_tokens.weight"),
                          lm_head=stored.get("lm_head.weight"), tensors=stored)
     except (InputRefused, KeyError, ValueError, RuntimeError) as error:
@@ -75,10 +93,13 @@ def examine_server(config: Config, session: RunSession, engine: Engine) -> tuple
     longest = None if engine.facts.max_length is None else engine.facts.max_length - room
     prompts = read_prompts(config, renderer, longest)
     rendering = check_rendering(engine, prompts, renderer.template_kwargs, session.target.tokenizer)
-    files, served = inspect_folder(served_folder(config), session)
+    files, served = inspect_folder(served_folder(config), run_dir(config), session)
+    files += check_quantization(engine.facts, quantization_of(config, session.target.spec).features)
     differences = "; ".join(item.says for item in files if item.kind == FAULT)
     exam = examine(engine, session.target, session.drafter, prompts, options.max_new_tokens, served=served,
                    differences=differences)
+    if is_short(replace_offline(exam), options.tolerance, options.certainty):
+        exam = settle(engine, session.target, exam, options.certainty)
     sampled = None
     if exam.traffic is not None and exam.traffic.rounds:
         sampled = sampled_length(session, prompts, options.max_new_tokens)

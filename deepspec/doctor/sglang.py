@@ -7,6 +7,8 @@ from deepspec.doctor.counts import PromptCounts, from_histogram
 from deepspec.doctor.endpoint import Answer, Http, ServerFacts
 from deepspec.errors import InputRefused
 
+_PREFERRED = 1000.0  # logits
+
 
 class SglangEngine:
     """A server started with ``sglang.launch_server``."""
@@ -31,9 +33,10 @@ class SglangEngine:
         """None: the server keeps an average, no counts."""
         return None
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
-        """See ``Engine.answer``."""
-        reply = self._http.ask("/generate", {"input_ids": list(prompt_ids), "sampling_params": {
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int, only: Sequence[int] = ()) -> Answer:
+        """See ``Engine.answer``. It has no list of allowed tokens, so these are preferred beyond every other."""
+        limits = {"logit_bias": {str(token): _PREFERRED for token in only}} if only else {}
+        reply = self._http.ask("/generate", {"input_ids": list(prompt_ids), "sampling_params": limits | {
             "temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}})
         reply = reply[0] if isinstance(reply, list) else reply
         meta, ids = reply.get("meta_info") or {}, reply.get("output_ids")

@@ -78,10 +78,11 @@ class VllmEngine:
             counts, tokens = again
         return counts, tokens
 
-    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
+    def answer(self, prompt_ids: Sequence[int], max_new_tokens: int, only: Sequence[int] = ()) -> Answer:
         """See ``Engine.answer``."""
         before, tokens_before = self._counters()
-        reply = self._http.ask("/v1/completions", {
+        limits = {"allowed_token_ids": list(only)} if only else {}
+        reply = self._http.ask("/v1/completions", limits | {
             "model": self.facts.model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, "temperature": 0.0,
             "ignore_eos": True, "return_token_ids": True})
         ids = reply["choices"][0].get("token_ids")

@@ -13,7 +13,9 @@ from deepspec.doctor.endpoint import connect
 from deepspec.doctor.exam import Exam
 from deepspec.doctor.run import examine_server
 from deepspec.doctor.variants import other_slots, rebuild, shuffled, with_length, without_sequential
+from deepspec.doctor.vllm import VllmEngine
 from deepspec.drafters.registry import shape_from
+from deepspec.errors import InputRefused
 from deepspec.export.evidence import gather
 from deepspec.export.exporter import ExportRequest, export_drafter
 from deepspec.export.launch import Origin
@@ -64,9 +66,11 @@ def render(case: Case) -> Any:
 
 
 def look(case: Case, drafter: Any, target: Optional[Any] = None, folder: Optional[Path] = None,
-         rendering: Optional[Any] = None, before: tuple[int, ...] = ()) -> tuple[Exam, Diagnosis]:
-    """Serve ``drafter`` and examine the server. ``before``: rounds that accepted each position, of 200 earlier ones."""
-    with FakeVllm(target or case.session.target, drafter, render=rendering or render(case)) as server:
+         rendering: Optional[Any] = None, before: tuple[int, ...] = (),
+         longest: Optional[int] = None) -> tuple[Exam, Diagnosis]:
+    """Serve ``drafter`` and examine the server. ``before``: rounds that accepted each position, of 200 earlier ones;
+    ``longest``: sequence length beyond which nothing is drafted."""
+    with FakeVllm(target or case.session.target, drafter, render=rendering or render(case), longest=longest) as server:
         if before:
             server.drafts, server.accepted = 200, list(before)
         config = replace(case.config, doctor=replace(case.config.doctor, endpoint=server.url,
@@ -121,10 +125,44 @@ def test_what_the_engine_does_wrong_is_named_from_its_counts(case: Case, cause: 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_layer_shift(case: Case, shift: int) -> None:
     exam, diagnosis = look(case, case.session.drafter, shifted(case, shift))
-    assert exam.served.acceptance_length < 1.1
-    assert causes(diagnosis)[0] in ("layers", "undecided")
+    assert exam.served.acceptance_length < 1.1 and causes(diagnosis) == ["layers"]
     wrong = str([layer + shift for layer in case.session.drafter.shape.feature_layers])
-    assert wrong in diagnosis.findings[0].says
+    assert wrong in diagnosis.findings[0].says and diagnosis.findings[0].probability > 0.9
+
+
+def test_what_the_prompts_leave_open_is_decided_by_trials(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is accepted with a head of another model, nor one layer off: only answers made of the suspects' drafts
+    tell them apart. The head planted is not the one that the doctor has for such heads."""
+    head = case.session.drafter.shared.lm_head
+    other = head[torch.randperm(len(head), generator=torch.Generator().manual_seed(77))]
+    exam, diagnosis = look(case, rebuild(case.session.drafter, lm_head=other))
+    assert exam.served.acceptance_length < 1.1 and causes(diagnosis) == ["lm_head"]
+    assert exam.trials is not None and exam.trials.rounds > 0
+    assert "LM head is not the target's" in diagnosis.findings[0].says
+    monkeypatch.setattr("deepspec.doctor.run.settle", lambda engine, target, exam, certainty: exam)
+    _, diagnosis = look(case, rebuild(case.session.drafter, lm_head=other))
+    assert causes(diagnosis) == ["undecided"] and "layers" in diagnosis.findings[0].says
+
+
+def test_a_server_that_refuses_restricted_answers_leaves_it_open(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = VllmEngine.answer
+
+    def refuse(self: VllmEngine, ids: Any, tokens: int, only: Any = ()) -> Any:
+        if only:
+            raise InputRefused("allowed_token_ids is not supported")
+        return whole(self, ids, tokens)
+
+    monkeypatch.setattr(VllmEngine, "answer", refuse)
+    exam, diagnosis = look(case, case.session.drafter, shifted(case, 1))
+    assert exam.trials is None and causes(diagnosis) == ["undecided"]
+
+
+def test_drafting_that_ends_at_a_length(case: Case) -> None:
+    """Counts and rounds as if nothing were wrong, on the part that was drafted."""
+    exam, diagnosis = look(case, case.session.drafter, longest=28)
+    assert causes(diagnosis) == ["length"] and exam.served.prompts == exam.expected.prompts
+    first, last = exam.coverage.limit
+    assert 28 - 5 <= first <= last <= 28 + 5
 
 
 @pytest.mark.parametrize("key, value, cause", [

@@ -50,6 +50,8 @@ def test_sglang_counts_every_answer() -> None:
     assert answer.token_ids == tuple(range(12)) and answer.counts == PromptCounts(5, 20, 6, (4, 2))
     body = http.asked[0][1]
     assert body["input_ids"] == [5, 6] and body["sampling_params"]["ignore_eos"] is True
+    engine.answer([5, 6], 12, (3, 9))
+    assert set(http.asked[1][1]["sampling_params"]["logit_bias"]) == {"3", "9"}
     assert engine.totals() is None and engine.render([], {}) is None
 
 
@@ -93,3 +95,13 @@ def test_a_server_that_is_gone_or_says_no_is_named() -> None:
     http = endpoint.Http(DoctorConfig(endpoint="http://127.0.0.1:9/v1", timeout_seconds=1.0))
     with pytest.raises(InputRefused, match="127.0.0.1:9/v1/models: ConnectError"):
         http.find("/v1/models")
+
+
+def test_vllm_is_told_which_tokens_may_be_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspec.doctor.vllm._SETTLE_SECONDS", 0.0)
+    http = Stub(v1__models={"data": [{"id": "a"}]}, metrics="vllm:generation_tokens_total 3.0\n",
+                v1__completions={"choices": [{"token_ids": [7, 7]}]})
+    assert VllmEngine(http).answer([1], 2, (7,)).token_ids == (7, 7)
+    assert http.asked[0][1]["allowed_token_ids"] == [7]
+    VllmEngine(http).answer([1], 2)
+    assert "allowed_token_ids" not in http.asked[1][1]

@@ -85,3 +85,39 @@ def test_engines_that_report_sums_only() -> None:
     served = Counts(tuple(PromptCounts(item.rounds, item.drafted, item.total) for item in SHIFTED.prompts))
     ranked = rank(served, [("fine", HEALTHY), ("layers", SHIFTED)], 3)
     assert ranked[0].cause == "layers" and ranked[0].probability > 0.9
+
+
+NOTHING = Counts(tuple(prompt(31, 0, 0, 0) for _ in range(8)))
+
+
+def trials(*rows: tuple[int, ...]) -> Counts:
+    return Counts(tuple(prompt(*row) for row in rows))
+
+
+def test_trials_decide_between_mistakes_that_look_alike() -> None:
+    """Nothing is accepted either way, but one suspect's drafts would have been."""
+    both = [("layers", NOTHING), ("lm_head", NOTHING)]
+    assert rank(NOTHING, both, 3)[0].twins
+    refused, kept = trials((23, 0, 0, 0), (23, 0, 0, 0)), trials((6, 6, 6, 5), (6, 6, 5, 5))
+    ranked = rank(NOTHING, both, 3, more=(refused, [kept, refused]))
+    assert ranked[0].cause == "lm_head" and ranked[0].probability > 0.99 and ranked[0].exact == 10
+    ranked = rank(NOTHING, both, 3, more=(kept, [kept, refused]))
+    assert ranked[0].cause == "layers" and ranked[0].probability > 0.99 and not ranked[0].twins
+
+
+def test_one_surprising_trial_does_not_outweigh_several_clear_ones() -> None:
+    """Another head may draft a restricted answer by chance; its stand-in cannot know."""
+    both = [("layers", NOTHING), ("lm_head", NOTHING)]
+    refused, kept = (23, 0, 0, 0), (6, 6, 6, 5)
+    served = trials(refused, refused, (11, 10, 2, 2))
+    ranked = rank(NOTHING, both, 3, more=(served, [trials(kept, kept, refused), trials(refused, refused, refused)]))
+    assert ranked[0].cause == "lm_head" and ranked[0].probability > 0.9
+
+
+def test_trials_of_engines_that_report_sums_only() -> None:
+    def sums(counts: Counts) -> Counts:
+        return Counts(tuple(PromptCounts(item.rounds, item.drafted, item.total) for item in counts.prompts))
+
+    both = [("layers", NOTHING), ("lm_head", NOTHING)]
+    refused, kept = trials((23, 0, 0, 0), (23, 0, 0, 0)), trials((6, 6, 6, 5), (6, 6, 5, 5))
+    assert rank(sums(NOTHING), both, 3, more=(sums(refused), [kept, refused]))[0].cause == "lm_head"
