@@ -38,7 +38,7 @@ class TokenChooser:
     def __init__(self, uniforms: Tensor, sampling: Sampling, tokenizer_size: int) -> None:
         self._uniforms, self._sampling, self._tokenizer_size = uniforms, sampling, tokenizer_size
         self._at: list[Tensor] = []
-        self._probs: list[Tensor] = []
+        self._probs: Optional[Tensor] = None  # [K, R, V]: each position lies in one piece, and none is copied later
 
     def __call__(self, k: int, logits: Tensor) -> Tensor:
         """Ids [R] of draft token k from its logits [R, V], which are changed in place."""
@@ -46,9 +46,11 @@ class TokenChooser:
             logits[:, self._tokenizer_size:] = float("-inf")
         if self._sampling.temperature == 0:
             return logits.argmax(dim=-1)
-        self._probs.append(target_probs(logits, self._sampling))
-        chosen = pick(self._probs[-1], self._uniforms[:, k])
-        self._at.append(self._probs[-1].gather(1, chosen[:, None]))
+        if self._probs is None:
+            self._probs = logits.new_empty(self._uniforms.shape[1], *logits.shape, dtype=torch.float32)
+        probs = target_probs(logits, self._sampling, out=self._probs[k])
+        chosen = pick(probs, self._uniforms[:, k])
+        self._at.append(probs.gather(1, chosen[:, None]))
         return chosen
 
     def proposal(self, rows: Sequence[int], anchors: Tensor, ids: Tensor, hidden: Tensor,
@@ -57,7 +59,7 @@ class TokenChooser:
         return DraftProposal(
             rows=tuple(rows), ids=ids,
             token_probs=torch.cat(self._at, dim=1) if self._at else torch.ones_like(self._uniforms).float(),
-            probs=torch.stack(self._probs, dim=1) if self._probs else None,
+            probs=None if self._probs is None else self._probs[:len(self._at)].transpose(0, 1),
             confidence_logits=None if confidence is None else confidence.float(), hidden=hidden,
             previous_ids=torch.cat([anchors[:, None], ids[:, :-1]], dim=1),
         )

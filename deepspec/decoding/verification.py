@@ -46,9 +46,10 @@ def sample_residual(target_rows: Tensor, draft_rows: Tensor, uniforms: Tensor) -
     A zero row of ``draft_rows`` gives the target's own distribution (the bonus token). [R, V], [R, V], [R] -> [R].
     """
     residual = (target_rows - draft_rows).clamp_(min=0)
-    mass = residual.sum(dim=1, keepdim=True)
     # Equal distributions reject with the probability of a rounding error and leave nothing: then p_t itself.
-    residual = torch.where(mass > 0, residual / mass.clamp(min=torch.finfo(residual.dtype).tiny), target_rows)
+    empty = residual.sum(dim=1) <= 0
+    if bool(empty.any()):
+        residual[empty] = target_rows[empty]
     return pick(residual, uniforms)
 
 
@@ -56,7 +57,7 @@ def _draft_at_emission(proposal: DraftProposal, index: Tensor, accepted: Tensor,
     """p_d of the rejected position [R, V], zero rows for requests without a rejection."""
     assert proposal.probs is not None
     position = accepted.clamp(max=proposal.ids.shape[1] - 1)
-    return proposal.probs[index, position] * rejected[:, None]
+    return proposal.probs[index, position].mul_(rejected[:, None])
 
 
 def _verify_greedy(logits: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor) -> Verification:
@@ -71,6 +72,41 @@ def _verify_greedy(logits: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor)
 def analytic_acceptance(target: Tensor, draft: Tensor) -> Tensor:
     """``1 - |p_d - p_t|_1 / 2`` (Eq. 8) of matching rows, in [0, 1]; [.., V] -> [..] float32."""
     return (1.0 - 0.5 * (target - draft).abs_().sum(dim=-1)).clamp_(0.0, 1.0)
+
+
+def _judge_all(logits: Tensor, starts: Tensor, lengths: Tensor, proposal: DraftProposal, index: Tensor,
+               uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """Accepted tokens [R], p_t where the target emits [R, V], and Eq. 8 at every verified position [R, K]."""
+    assert proposal.probs is not None
+    probs, ids = target_probs(logits, sampling), proposal.ids[index]
+    offsets = torch.arange(ids.shape[1], device=ids.device)
+    rows = (starts[:, None] + offsets).clamp(max=len(probs) - 1)
+    accepted = accept_draft(probs[rows, ids], proposal.token_probs[index], lengths, uniforms)
+    rate = torch.full(ids.shape, float("nan"), device=ids.device)
+    for k in range(ids.shape[1]):  # position by position: the whole [R, K, V] difference would double the memory
+        asked = lengths > k
+        rate[asked, k] = analytic_acceptance(probs[starts[asked] + k], proposal.probs[index[asked], k])
+    return accepted, probs[starts + accepted], rate
+
+
+def _judge_in_turn(logits: Tensor, starts: Tensor, lengths: Tensor, proposal: DraftProposal, index: Tensor,
+                   uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """The same without Eq. 8, position by position: what follows a rejection is never turned into a distribution."""
+    ids, drafted = proposal.ids[index], proposal.token_probs[index]
+    accepted = torch.zeros_like(lengths)
+    emission = logits.new_empty(len(starts), logits.shape[1], dtype=torch.float32)
+    alive = torch.arange(len(starts), device=starts.device)
+    for k in range(ids.shape[1] + 1):
+        probs = target_probs(logits[starts[alive] + k], sampling)
+        at = min(k, ids.shape[1] - 1)  # behind the last draft token nothing is judged: lengths say so
+        own = probs.gather(1, ids[alive, at][:, None])
+        kept = accept_draft(own, drafted[alive, at][:, None], lengths[alive] - k, uniforms[alive, at][:, None]) > 0
+        emission[alive[~kept]] = probs[~kept]
+        alive = alive[kept]
+        accepted[alive] += 1
+        if not len(alive):
+            break
+    return accepted, emission, None
 
 
 def verify(logits: Tensor, starts: Tensor, lengths: Tensor, proposal: Optional[DraftProposal], index: Tensor,
@@ -98,22 +134,12 @@ def verify(logits: Tensor, starts: Tensor, lengths: Tensor, proposal: Optional[D
         rate = (logits.argmax(dim=-1)[rows] == ids).float()
         rate = rate.masked_fill(offsets >= lengths[:, None], float("nan"))
         return Verification(result.accepted, result.emitted, rate)
-    probs = target_probs(logits, sampling)
     if proposal is None:
-        return Verification(torch.zeros_like(lengths), pick(probs[starts], emit_uniforms[:, 0]))
+        return Verification(torch.zeros_like(lengths), pick(target_probs(logits[starts], sampling),
+                                                            emit_uniforms[:, 0]))
     assert proposal.probs is not None
-    ids = proposal.ids[index]
-    offsets = torch.arange(ids.shape[1], device=ids.device)
-    rows = (starts[:, None] + offsets).clamp(max=len(probs) - 1)
-    accepted = accept_draft(probs[rows, ids], proposal.token_probs[index], lengths, accept_uniforms)
-    rejected = accepted < lengths
-    draft_rows = _draft_at_emission(proposal, index, accepted, rejected)
-    emitted = sample_residual(probs[starts + accepted], draft_rows,
-                              emit_uniforms.gather(1, accepted[:, None])[:, 0])
-    if not analytic:
-        return Verification(accepted, emitted)
-    rate = torch.full(ids.shape, float("nan"), device=ids.device)
-    for k in range(ids.shape[1]):  # position by position: the whole [R, K, V] difference would double the memory
-        asked = lengths > k
-        rate[asked, k] = analytic_acceptance(probs[starts[asked] + k], proposal.probs[index[asked], k])
-    return Verification(accepted, emitted, rate)
+    judge = _judge_all if analytic else _judge_in_turn
+    accepted, emission, judged = judge(logits, starts, lengths, proposal, index, accept_uniforms, sampling)
+    draft_rows = _draft_at_emission(proposal, index, accepted, accepted < lengths)
+    emitted = sample_residual(emission, draft_rows, emit_uniforms.gather(1, accepted[:, None])[:, 0])
+    return Verification(accepted, emitted, judged)

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Sequence
+from typing import Optional, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ PURPOSE_DRAFT = 1  # a draft token
 PURPOSE_ACCEPT = 2  # the accept test of a draft token
 PURPOSE_RESIDUAL = 3  # the replacement of a rejected draft token
 
+_WHOLE, _BLOCK = 4096, 128  # tokens searched at once; of one block of a larger vocabulary
+_BELOW_ONE = 1.0 - 2.0 ** -53
 _FIRST_CANDIDATES = 256  # of nucleus sampling; most distributions need far fewer
 
 
@@ -61,15 +63,18 @@ def uniform(seed: int, prompt_ids: Sequence[str], positions: Sequence[int], purp
     return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0 ** -53)
 
 
-def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+def target_probs(logits: Tensor, sampling: Sampling, out: Optional[Tensor] = None) -> Tensor:
     """Distribution [R, V] float32 that tokens are drawn from: temperature, then top-k, then top-p, renormalised.
 
-    Temperature 0 gives one-hot rows at the argmax.
+    Temperature 0 gives one-hot rows at the argmax. ``out`` [R, V] float32 takes the result.
     """
+    if out is not None and (sampling.temperature == 0.0 or sampling.top_k or sampling.top_p < 1.0):
+        return out.copy_(target_probs(logits, sampling))
     if sampling.temperature == 0.0:
         best = logits.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
-    probs = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+    scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
+    probs = torch.softmax(scaled, dim=-1) if out is None else torch.softmax(scaled, dim=-1, out=out)
     size = probs.shape[-1]
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return probs
@@ -86,13 +91,34 @@ def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, ids, kept / kept.sum(dim=-1, keepdim=True))
 
 
+def _pick_place(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place whose cumulative weight exceeds ``uniforms`` [R] of the total, and what of it is left, as a
+    share of that place's own weight, [R] each; weights [R, n] are float64."""
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    wanted = uniforms[:, None] * total
+    # Rounding must not step past the last place.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(cumulative, wanted, right=True)
+    own = weights.gather(1, place)
+    left = (wanted - (cumulative.gather(1, place) - own)) / own
+    return place[:, 0], left[:, 0].clamp_(0.0, _BELOW_ONE)
+
+
 def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Token ids [R] int64 by the inverse CDF: the first token whose cumulative probability exceeds ``uniforms`` [R].
 
-    ``probs`` [R, V] need not be normalised (residuals are not); a token of probability 0 is never returned.
+    ``probs`` [R, V] need not be normalised (residuals are not); a token of probability 0 is never returned. A large
+    vocabulary is searched in two steps, its blocks by their sums and then one block: a cumulative sum over all of it
+    would cost more than the softmax before it.
     """
-    cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    wanted = uniforms.to(probs.device, torch.float64)[:, None] * total
-    below = torch.nextafter(total, torch.zeros_like(total))  # rounding must not step past the last token
-    return torch.searchsorted(cumulative, torch.minimum(wanted, below), right=True)[:, 0]
+    uniforms = uniforms.to(probs.device, torch.float64)
+    rows, size = probs.shape
+    if size <= _WHOLE:
+        return _pick_place(probs.double(), uniforms)[0]
+    if size % _BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, _BLOCK - size % _BLOCK))
+    blocks = probs.view(rows, -1, _BLOCK)
+    block, left = _pick_place(blocks.sum(dim=-1).double(), uniforms)
+    inside = blocks[torch.arange(rows, device=probs.device), block].double()
+    return block * _BLOCK + _pick_place(inside, left)[0]

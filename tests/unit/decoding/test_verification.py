@@ -144,3 +144,22 @@ def test_analytic_acceptance() -> None:
     rate = analytic_acceptance(torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.5, 0.5]]),
                                torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.5, 0.5]]))
     assert rate.tolist() == pytest.approx([0.8, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.6, top_p=0.8)])
+def test_judging_in_turn_is_judging_all(sampling: Sampling) -> None:
+    """Recording or not, with ragged lengths, the same tokens are accepted and emitted."""
+    target, draft = chain(50, seed=11)
+    generator = torch.Generator().manual_seed(5)
+    anchors = torch.randint(50, (400,), generator=generator)
+    proposal = propose(draft, anchors, 3, sampling)
+    lengths = torch.randint(4, (400,), generator=generator)
+    lengths[0] = 3
+    starts = torch.cumsum(lengths + 1, 0) - lengths - 1
+    flat = torch.cat([torch.cat([anchors[i:i + 1], proposal.ids[i, :lengths[i]]]) for i in range(400)])
+    accept, emit = (torch.rand(400, width, dtype=torch.float64, generator=generator) for width in (3, 4))
+    found = [verify(target[flat], starts, lengths, proposal, torch.arange(400), accept, emit, sampling, analytic=rate)
+             for rate in (False, True)]
+    assert torch.equal(found[0].accepted, found[1].accepted) and torch.equal(found[0].emitted, found[1].emitted)
+    assert found[0].analytic_rate is None and 0 < int(found[0].accepted.sum()) < int(lengths.sum())
+    assert {0, 1, 2, 3} == set(found[0].accepted.tolist())

@@ -56,6 +56,51 @@ def test_pick_follows_the_probabilities() -> None:
     assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 18.4  # 2 degrees of freedom: p = 1e-4
 
 
+@pytest.mark.parametrize("size", [4096, 4097, 8192, 49152])
+def test_a_large_vocabulary_is_searched_in_two_steps_with_the_same_result(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    probs = torch.softmax(4.0 * torch.randn(300, size, generator=generator), dim=-1)
+    probs[:, torch.randperm(size, generator=generator)[:size // 3]] = 0.0
+    draws = torch.rand(300, dtype=torch.float64, generator=generator)
+    picked = pick(probs, draws)
+    assert bool((probs.gather(1, picked[:, None]) > 0).all())
+    # By the definition: the cumulative probability first exceeds the draw there, up to the rounding of sums of float32.
+    cumulative = probs.double().cumsum(dim=-1) / probs.double().sum(dim=-1, keepdim=True)
+    after = cumulative.gather(1, picked[:, None])[:, 0]
+    before = after - probs.double().gather(1, picked[:, None])[:, 0] / probs.double().sum(dim=-1)
+    assert bool((draws < after + 1e-6).all()) and bool((draws >= before - 1e-6).all())
+
+
+def test_a_large_vocabulary_reaches_its_first_and_its_last_token() -> None:
+    probs = torch.zeros(3, 5000)
+    probs[:, 7], probs[:, 4999] = 0.25, 0.75
+    draws = torch.tensor([0.0, 0.25, 1.0 - 2.0 ** -53], dtype=torch.float64)
+    assert pick(probs, draws).tolist() == pick(0.01 * probs, draws).tolist() == [7, 4999, 4999]
+    alone = torch.zeros(2, 5000)
+    alone[:, 4999] = 1e-30
+    assert pick(alone, draws[[0, 2]]).tolist() == [4999, 4999]
+
+
+def test_a_large_vocabulary_follows_the_probabilities() -> None:
+    probs = torch.zeros(5000)
+    places = torch.tensor([0, 127, 128, 3000, 4999])
+    probs[places] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25])
+    count = 20000
+    picked = pick(probs.expand(count, -1), uniform(3, ["x"] * count, list(range(count)), 0))
+    counts = torch.bincount(picked, minlength=5000)[places].double()
+    assert counts.sum() == count
+    expected = probs[places].double() * count
+    assert float(((counts - expected) ** 2 / expected).sum()) < 23.5  # 4 degrees of freedom: p = 1e-4
+
+
+def test_probabilities_go_where_they_are_wanted() -> None:
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(), Sampling(temperature=0.5), Sampling(temperature=0.0), Sampling(top_k=3)):
+        out = torch.full((3, 11), -1.0)
+        assert target_probs(logits, sampling, out=out) is out
+        assert torch.equal(out, target_probs(logits, sampling))
+
+
 def test_greedy_is_one_hot() -> None:
     logits = torch.tensor([[0.1, 2.0, 1.0], [3.0, 3.0, -1.0]])
     assert target_probs(logits, Sampling(temperature=0.0)).tolist() == [[0, 1, 0], [1, 0, 0]]
