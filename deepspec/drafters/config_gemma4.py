@@ -26,13 +26,14 @@ def is_gemma4(config: Mapping[str, Any]) -> bool:
 
 def gemma4_keys(shape: "DrafterShape", rope: Mapping[str, Any]) -> dict[str, Any]:
     """Keys that differ from those of a Qwen3-shaped drafter. ``rope``: parameters of the full-attention layers."""
+    # Both names: transformers takes the older one, where it is null, for an order to forget the other.
+    kinds = {"full_attention": dict(rope), "sliding_attention": dict(rope)}
     return {
         "architectures": [ARCHITECTURE], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh", "global_head_dim": shape.head_dim,
         "num_global_key_value_heads": shape.num_kv_heads, "attention_k_eq_v": shape.keys_are_values,
         "sliding_window": _NO_WINDOW, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, **_ABSENT,
-        "target_text_model_type": "gemma4_text", "rope_scaling": None,
-        "rope_parameters": {"full_attention": dict(rope), "sliding_attention": dict(rope)},
+        "target_text_model_type": "gemma4_text", "rope_scaling": kinds, "rope_parameters": kinds,
     }
 
 
