@@ -17,6 +17,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from deepspec.config.schema import CalibrationConfig
 from deepspec.report.confidence import reliability_chart, report_split
 from deepspec.report.svg import standalone
 
-DEFAULTS = {"run": "runs/tiny", "records": "", "refit": -1.0, "bootstrap": 1000, "svg": ""}
+DEFAULTS: dict[str, Any] = {"run": "runs/tiny", "records": "", "refit": -1.0, "bootstrap": 1000, "svg": ""}
 
 
 def draw(path: Path, records: ConfidenceRecords, result: Calibration) -> None:

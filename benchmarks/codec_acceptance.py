@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -48,8 +48,10 @@ from deepspec.training.session import shared_weights  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "bf16"
-DEFAULTS = {"directory": "", "data_root": "", "experiment": "smollm2_135m", "codecs": "int8,fp8-e4m3", "seeds": "0,1,2",
-            "steps": 0, "anchors": 20000, "estimator": "teacher_forced", "batch": 16, "minutes": 0.0}
+DEFAULTS: dict[str, Any] = {
+    "directory": "", "data_root": "", "experiment": "smollm2_135m", "codecs": "int8,fp8-e4m3", "seeds": "0,1,2",
+    "steps": 0, "anchors": 20000, "estimator": "teacher_forced", "batch": 16, "minutes": 0.0,
+}
 RESAMPLES = 10000
 
 
@@ -160,6 +162,7 @@ def compared(measurement: Measurement, found: dict, codec: str) -> dict:
 def stored(config: Config) -> dict:
     """Bytes per token of a store, and the share of two bytes per value of all layers and the last hidden state."""
     manifest = artifacts.read_manifest(features_dir(config))
+    assert manifest is not None
     facts, header = manifest.facts, manifest.facts["header"]
     plain = (len(header["layers"]) + 1) * header["hidden_size"] * 2
     return {"bytes_per_token": round(facts["bytes"] / facts["tokens"], 1),

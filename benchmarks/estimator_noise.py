@@ -65,8 +65,9 @@ def along_answers(runs: list[RunSession], requests: list[Any], seed: int) -> tup
 def at_anchors(runs: list[RunSession], config: Config, seed: int, limit: int) -> tuple[Pair, int]:
     """Both drafters' drafts from the same anchors."""
     target = runs[0].target
-    samples = load_samples(responses_dir(config), "held_out", config.data.max_length,
-                           vocab_size=target.spec.vocab_size, mask_token_id=config.target.mask_token_id)[:limit]
+    found = load_samples(responses_dir(config), "held_out", config.data.max_length, vocab_size=target.spec.vocab_size,
+                         mask_token_id=config.target.mask_token_id)
+    samples = [found[place] for place in range(min(limit, len(found)))]
     parts = [drafted_values(target, run.drafter, samples, Sampling(seed=seed), num_anchors=ANCHORS, batch_size=BATCH)
              for run in runs]
     tokens = sum(2 * sum(len(item.input_ids) for item in samples) + len(part) * part.rate.shape[1] for part in parts)

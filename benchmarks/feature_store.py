@@ -32,7 +32,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -48,7 +48,7 @@ from deepspec.data.feature_format import INDEX, PRODUCER, StoreHeader, estimate_
 from deepspec.data.feature_shards import FeatureWriter, join_index  # noqa: E402
 from deepspec.data.sources import CachedFeatures  # noqa: E402
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "codecs": "bf16,int8,fp8-e4m3,lossless", "width": 2560, "layers": 5, "tokens": 800, "prompt": 0.3, "samples": 24,
     "repeats": 5, "threads": 2, "directory": tempfile.gettempdir(), "shard_megabytes": 128, "pack": 4,
     "dtype": "bfloat16", "clock": "wall",
@@ -135,7 +135,11 @@ def widen(options: dict, codec: str) -> float:
     stored = torch.int8 if codec in SCALED else torch.bfloat16
     shape = (options["pack"] * options["tokens"], options["layers"] * options["width"])
     values, out = torch.ones(shape, dtype=stored), torch.empty(shape, dtype=getattr(torch, options["dtype"]))
-    fewest = best({"widen": lambda: out.copy_(values)}, lambda: None, options)
+
+    def copy() -> None:
+        out.copy_(values)
+
+    fewest = best({"widen": copy}, lambda: None, options)
     return values.nbytes / fewest["widen"] / 1e9
 
 

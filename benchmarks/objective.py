@@ -162,7 +162,8 @@ def measure(options: dict[str, int], ids: str) -> dict[str, object]:
 
         def action() -> None:
             for leaf in (output.hidden, output.transition, output.output_factor, output.confidence_logits):
-                leaf.grad = None
+                if leaf is not None:
+                    leaf.grad = None
             drafter_loss(output, batch, shared, objective, weights, shape).loss.backward()
         return action
 

@@ -63,8 +63,9 @@ def merged(halves: Sequence[tuple[Sequence[ProfileCell], dict[str, Any]]]) -> St
         for cell in cells:
             groups[cell.num_reqs, cell.verify_tokens, cell.kv_len].append(cell)
     names = ("p10_ms", "p50_ms", "p90_ms", "draft_ms", "verify_ms", "host_ms")
-    cells = [replace(group[0], **{name: float(np.mean([getattr(cell, name) for cell in group])) for name in names})
-             for group in groups.values()]
+    means: list[dict[str, Any]] = [{name: float(np.mean([getattr(cell, name) for cell in group])) for name in names}
+                                   for group in groups.values()]
+    cells = [replace(group[0], **values) for group, values in zip(groups.values(), means, strict=True)]
     first, second = (extras for _, extras in halves)
     alone = [{**one, "p50_ms": (one["p50_ms"] + other["p50_ms"]) / 2}
              for one, other in zip(first["rounds_alone"], second["rounds_alone"])]
@@ -140,7 +141,7 @@ def main() -> None:
                 scheduler = policy.scheduler() if policy.scheduler is not None else None
                 measured[place, mode, size] = decode(session, requests, size, mode, scheduler, 5, tokens)[1]
     subject = replace(schedules, costs=merged([first, profile(config, session, sizes, 1)]))
-    pairs = []
+    pairs: list[dict[str, Any]] = []
     for (place, mode, size), actual in measured.items():
         count = len(mixed(test, mixes[place], max(8, 2 * size)))
         expected = predict(traces, subject, mode, mixes[place], size, count)

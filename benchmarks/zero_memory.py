@@ -194,7 +194,7 @@ def child(options: dict[str, Any], folder: Path) -> None:
     distributed.shutdown()
 
 
-def launch(options: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
+def launch(options: dict[str, Any], ranks: int, folder: Path) -> dict[int, dict[str, int]]:
     """Start ``ranks`` processes with the deepspeed launcher and read what they found."""
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     arguments = [f"{name}={value}" for name, value in options.items()] + [f"folder={folder}"]

@@ -100,8 +100,8 @@ class SpsTable:
         if self.lookup == "linear":
             cost = interpolate(self.batch_tokens.astype(np.float64), self.seconds, wanted)
         else:
-            side = "right" if self.lookup == "floor" else "left"
-            index = np.searchsorted(self.batch_tokens, wanted, side=side) - (self.lookup == "floor")
+            floor = self.lookup == "floor"
+            index = np.searchsorted(self.batch_tokens, wanted, side="right" if floor else "left") - floor
             cost = self.seconds[np.clip(index, 0, len(self.seconds) - 1)]
             beyond = wanted > self.batch_tokens[-1]
             cost = np.where(beyond, self.seconds[-1] * wanted / self.batch_tokens[-1], cost)
@@ -255,7 +255,7 @@ def schedule_prefixes(survival: ArrayLike, steps_per_second: StepsPerSecond, *,
         stops |= (found.floor[1:] < 1.0) & (found.floor[1:] < found.floor[:-1])
     first = int(stops.argmax()) if len(stops) else 0
     admitted = first if len(stops) and stops[first] else len(found.rows)
-    return found.schedule(admitted, len(survival))
+    return found.schedule(admitted, len(np.asarray(survival)))
 
 
 def schedule_budget(survival: ArrayLike, lagged_survival: Optional[ArrayLike], steps_per_second: StepsPerSecond, *,
@@ -279,7 +279,8 @@ def schedule_budget(survival: ArrayLike, lagged_survival: Optional[ArrayLike], s
         capacity = requests * length
     else:
         lagged = np.ones((requests, length), dtype=np.float64)
-        lagged[:min(requests, len(lagged_survival))] = np.asarray(lagged_survival, dtype=np.float64)[:requests]
+        earlier = np.asarray(lagged_survival, dtype=np.float64)
+        lagged[:min(requests, len(earlier))] = earlier[:requests]
         capacity = _capacity(_candidates(lagged, None, steps_per_second, floors), min_gain)
     found = _candidates(survival, caps, steps_per_second)
     return found.schedule(min(capacity, len(found.rows)), requests)

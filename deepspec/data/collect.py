@@ -74,9 +74,11 @@ class _Collector:
 
     def close(self) -> None:
         """Release the temporary files. Closing flushes what a full disk did not take: they are removed in any case."""
-        for held in filter(None, (self.pool, self.signatures)):
+        with contextlib.suppress(OSError):
+            self.pool.close()
+        if self.signatures is not None:
             with contextlib.suppress(OSError):
-                held.close()
+                self.signatures.close()
 
     def read(self) -> None:
         """All valid rows of all sources."""

@@ -156,6 +156,7 @@ def header_of(directory: Path, manifest: artifacts.Manifest) -> StoreHeader:
         raise InputRefused(f"{directory} has store_version {version}, this code reads {STORE_VERSION}. "
                            f"Delete it and make the features again with: {COMMAND}")
     shards = manifest.facts.get("shards", {} if manifest.status != "complete" else None)
+    assert isinstance(values, dict)  # it had a version
     problem = _header_problem(values, shards)
     if problem is not None:
         raise InputRefused(f"{directory / artifacts.MANIFEST} does not describe a feature store: {problem}. Was it "

@@ -136,7 +136,7 @@ def initialise(module: nn.Module, std: float = 0.02) -> None:
     for child in module.modules():
         if isinstance(child, (nn.Linear, nn.Embedding)):
             nn.init.normal_(child.weight, std=std)
-            if getattr(child, "bias", None) is not None:
+            if isinstance(child, nn.Linear) and child.bias is not None:
                 nn.init.zeros_(child.bias)
         elif isinstance(child, RMSNorm):
             nn.init.ones_(child.weight)

@@ -4,7 +4,7 @@ T packed tokens, N blocks, R requests, S = block_size slots, K draft tokens, M f
 D width, V vocabulary, C padded context length.
 """
 
-from typing import Optional
+from typing import Iterable, Optional, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,10 @@ class DSparkDrafter(Drafter):
         initialise(self)
 
     @property
+    def _blocks(self) -> Iterable[DraftLayer]:
+        return cast(Iterable[DraftLayer], self.layers)
+
+    @property
     def sequential(self) -> Optional[MarkovHead]:
         """The sequential head, None if there is none."""
         return self.markov_head
@@ -83,7 +87,7 @@ class DSparkDrafter(Drafter):
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Context half of Eq. 3: keys (RoPE applied) and values [L, T, Hkv, hd] of context [T, D] at positions [T]."""
         angles = self._rotary(positions)
-        pairs = [layer.self_attn.keys_values(context, angles) for layer in self.layers]
+        pairs = [layer.self_attn.keys_values(context, angles) for layer in self._blocks]
         return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
 
     def block_hidden(
@@ -96,7 +100,7 @@ class DSparkDrafter(Drafter):
         """
         states, positions = self._block_inputs(anchor_ids, anchor_positions)
         angles = self._rotary(positions)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._blocks):
             states = layer.draft(states, angles, keys[index], values[index], context_lengths)
         return self._predicting(self.norm(states))
 
@@ -104,7 +108,8 @@ class DSparkDrafter(Drafter):
         """Logits [...] of Eq. 7 for h_k [..., D] and ids [...] of the tokens before; None without the head."""
         if self.confidence_head is None:
             return None
-        embedded = self.markov_head.embed(previous_ids) if self.shape.confidence_with_markov else None
+        head = self.markov_head if self.shape.confidence_with_markov else None
+        embedded = None if head is None else head.embed(previous_ids)
         if self.confidence_detach:
             hidden_k, embedded = hidden_k.detach(), None if embedded is None else embedded.detach()
         return self.confidence_head(hidden_k, embedded)

@@ -48,9 +48,10 @@ class Gemma4Layer(DraftLayer):
         nn.Module.__init__(self)
         self.self_attn = Gemma4Attention(shape)
         self.mlp = Gemma4MLP(shape)
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                     "post_feedforward_layernorm"):
-            setattr(self, name, RMSNorm(shape.hidden_size, shape.rms_norm_eps))
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.pre_feedforward_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, states: Tensor, context: Tensor, angles: Angles, plan: ContextPlan) -> Tensor:
         """Training pass over ``states`` [N, S, D]; see ``DraftAttention.forward``."""

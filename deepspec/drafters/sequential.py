@@ -100,6 +100,7 @@ class RNNHead(MarkovHead):
 
         ``z = [s_{k-1} ; W_1[x_{k-1}] ; h_k]``. Returns ``tanh(W_o z)`` [R, r] and s_k [R, r].
         """
+        assert state is not None  # of initial_state
         joint = torch.cat((state, self.embed(previous_ids), hidden_k), dim=-1)
         gate, candidate, output = self.joint_proj(joint).chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
@@ -185,5 +186,5 @@ def sample_block(
         else:
             previous = choose(position, logits)
         tokens.append(previous)
-    known = confidences[0] is not None
-    return DraftBlock(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1) if known else None)
+    known = [logits for logits in confidences if logits is not None]  # all of them, or none
+    return DraftBlock(torch.stack(tokens, dim=1), torch.stack(known, dim=1) if known else None)

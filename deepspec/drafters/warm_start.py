@@ -91,7 +91,7 @@ def _blocks(drafter: DSparkDrafter, target_layers: Sequence[nn.Module], final_no
     if drafter.shape.target_hidden_size == width:
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -width:] = _identity(drafter.fc.weight, width)
-    norms = torch.stack([layer.input_layernorm.weight for layer in drafter.layers])
+    norms = torch.stack([layer.get_parameter("input_layernorm.weight") for layer in drafter.layers])
     drafter.hidden_norm.weight.copy_(norms.float().mean(dim=0))
     if final_norm is not None and final_norm.shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(final_norm)

@@ -64,7 +64,9 @@ class _Reader:
         uniforms = draft_uniforms(self._sampling.seed, [self._samples[row].sample_id for row in rows], anchors,
                                   [0] * len(rows), self._length)
         proposal = self._drafts.propose(rows, ids, uniforms, self._sampling)
-        flat, counts, wanted = [], [], []
+        flat: list[int] = []
+        counts: list[int] = []
+        wanted: list[int] = []
         for row, anchor, drafted in zip(rows, anchors, proposal.ids.tolist()):
             text = self._samples[row].input_ids[self._cache.lengths[row]:anchor + 1].tolist()
             flat += text + drafted[:-1]

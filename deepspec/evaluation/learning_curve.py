@@ -108,8 +108,9 @@ def fit_learning_curve(samples: Sequence[float], lengths: Sequence[float], *, mo
     random = np.random.default_rng(seed)
     others = np.array([_fitted(x, fitted + random.choice(rest, len(x)), most) for _ in range(resamples)])
     residual = float(np.sqrt(((y - fitted) ** 2).sum() / free))
-    return LearningCurve(*(float(value) for value in found), residual=residual, points=len(x),
-                         resampled=others, longest=float(x[-1]))
+    limit, scale, power = map(float, found)
+    return LearningCurve(limit, scale, power, residual=residual, points=len(x), resampled=others,
+                         longest=float(x[-1]))
 
 
 def decoded_length(teacher_forced: float, now: float, decoded: float) -> float:

@@ -47,7 +47,7 @@ def anchor_arrays(values: AnchorValues) -> Arrays:
 def save_values(run_dir: Path, settings: Mapping[str, SettingValues], *, drafter_sha256: str, target_sha256: str,
                 seed: int) -> None:
     """Write ``evaluation/values.npz`` and its manifest."""
-    arrays: Arrays = {}
+    arrays: dict[str, Any] = {}  # keyword arguments
     index: dict[str, Any] = {}
     for number, (name, values) in enumerate(settings.items()):
         index[name] = {"benchmarks": list(values.counts), "text": values.text, "anchors": bool(values.anchors)}

@@ -57,8 +57,9 @@ def mean_survival(evaluation: Optional[Mapping[str, Any]], draft_length: int) ->
         totals, rounds = [0.0] * draft_length, 0
         for values in benchmarks:
             counts = histogram(values.get("accepted_per_position"), values.get("rounds"))
-            full = counts is not None and len(counts) == draft_length + 1
-            if not full or values["drafted"] < 0.95 * draft_length * values["rounds"]:
+            if counts is None or len(counts) != draft_length + 1:
+                continue
+            if values["drafted"] < 0.95 * draft_length * values["rounds"]:
                 continue
             rounds += values["rounds"]
             for k in range(draft_length):

@@ -34,9 +34,9 @@ def cost_files(folder: Path, evidence: Evidence, config: Mapping[str, Any],
     atomic_write_json(folder / "sglang_sps_1d.json", table | {"_meta": provenance | {"lookup": "floor"}})
     written.append("sglang_sps_1d.json")
     cells = tables.at_one_depth(evidence.cells, sps.get("kv_len") if isinstance(sps.get("kv_len"), int) else None)
-    reason = tables.identifiable(cells) if cells else "no raw cells (profile/records.jsonl)"
-    if reason is not None:
-        left_out |= {name: reason for name in ("sglang_sps_2d.json", "trtllm_cost.json", "vllm_by_load.json")}
+    unfit = tables.identifiable(cells) if cells else "no raw cells (profile/records.jsonl)"
+    if unfit is not None:
+        left_out |= {name: unfit for name in ("sglang_sps_2d.json", "trtllm_cost.json", "vllm_by_load.json")}
         return written, left_out
     fit = tables.fit_additive(cells)
     if fit.max_rel_residual > tables.MAX_RESIDUAL:

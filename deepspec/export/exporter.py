@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspec.artifacts import (
     MANIFEST, Manifest, atomic_write_bytes, atomic_write_json, begin, canonical_hash, complete, fsync_directory,
     read_manifest, sha256_file,
 )
 from deepspec.config.schema import Config
+from deepspec.drafters.base import Drafter
 from deepspec.errors import InputRefused
 from deepspec.export import bundle, tensors
 from deepspec.export.card import card
@@ -35,7 +36,7 @@ class ExportRequest:
 
     config: Config
     target: Any  # FrozenTarget
-    drafter: nn.Module
+    drafter: Drafter
     origin: Origin
     evidence: Evidence
     records: Path  # the profile's raw cells; need not exist
@@ -133,7 +134,7 @@ def _replace(work: Path, final: Path) -> None:
         shutil.rmtree(older, ignore_errors=True)
 
 
-def reverify(folder: Path, target: Any, drafter: nn.Module, documents: Sequence[Tensor] = ()) -> None:
+def reverify(folder: Path, target: Any, drafter: Drafter, documents: Sequence[Tensor] = ()) -> None:
     """Run the checks again on an existing export (``export.verify=true``); its manifest records the outcome.
 
     Raises InputRefused listing what fails, also for a file that is not what the export wrote.

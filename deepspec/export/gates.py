@@ -6,13 +6,15 @@ T tokens, R anchors, K draft tokens, M feature layers, D width, V vocabulary.
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Protocol, Sequence, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspec.data.anchors import build_blocks
 from deepspec.data.batch import AnchorBlocks, Sample, TrainingBatch
+from deepspec.drafters.base import Drafter
+from deepspec.drafters.sequential import BlockDrafter
 from deepspec.export.load import load_exported
 
 SHIFTS = (-1, 0, 1)
@@ -59,29 +61,44 @@ def layer_outputs(target: Any, input_ids: Tensor) -> tuple[list[Tensor], Tensor]
     return states, last
 
 
+class _ContextDrafter(BlockDrafter, Protocol):
+    """A drafter whose blocks read the context's keys and values."""
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Context of features."""
+
+    def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Its keys and values."""
+
+    def block_hidden(self, anchor_ids: Tensor, anchor_positions: Tensor, keys: Tensor, values: Tensor,
+                     context_lengths: Tensor) -> Tensor:
+        """h_k of blocks."""
+
+
 @torch.no_grad()
-def block_logits(drafter: nn.Module, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+def block_logits(drafter: Drafter, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
     """Teacher-forced draft logits [R, K, V] (base + bias) at ``anchors`` [R] of one document with features [T, M*D]."""
     if drafter.shape.autoregressive:
         return _chain_logits(drafter, features, input_ids, anchors)
     device = drafter.shared.embed.device
     features, input_ids, anchors = features.to(device), input_ids.to(device), anchors.to(device)
     positions = torch.arange(len(input_ids), device=device)
-    keys, values = drafter.context_kv(drafter.project_context(features), positions)
+    blocks = cast(_ContextDrafter, drafter)
+    keys, values = blocks.context_kv(blocks.project_context(features), positions)
     count = len(anchors)
-    hidden = drafter.block_hidden(
+    hidden = blocks.block_hidden(
         input_ids[anchors], anchors, keys[:, None].expand(-1, count, -1, -1, -1),
         values[:, None].expand(-1, count, -1, -1, -1), anchors,
     )
     logits = drafter.base_logits(hidden)
-    if drafter.sequential is not None:
+    if blocks.sequential is not None:
         previous = input_ids[anchors[:, None] + torch.arange(hidden.shape[1], device=device)]
-        transitions = drafter.sequential.transitions(previous, hidden)
-        logits = logits + drafter.sequential.bias(transitions)
+        transitions = blocks.sequential.transitions(previous, hidden)
+        logits = logits + blocks.sequential.bias(transitions)
     return logits
 
 
-def _chain_logits(drafter: nn.Module, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+def _chain_logits(drafter: Drafter, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
     """``block_logits`` of chains that are fed the document's tokens and their own hidden states."""
     ids, device = input_ids.cpu(), drafter.shared.embed.device
     sample = Sample("gate", "gate", ids, torch.ones(len(ids), dtype=torch.bool))
@@ -108,7 +125,7 @@ def _largest_gap(one: Tensor, other: Tensor) -> float:
     return float(torch.where(one == other, 0.0, (one - other).abs()).max())
 
 
-def reload_parity(folder: Path, drafter: nn.Module, dtype: torch.dtype) -> ReloadParity:
+def reload_parity(folder: Path, drafter: Drafter, dtype: torch.dtype) -> ReloadParity:
     """Check 8 with our own loader: base + bias logits of the file equal the drafter's on fixed tokens and features.
 
     Compared in the export's dtype; ``rounding`` is the distance to the drafter in its own dtype.
@@ -133,7 +150,7 @@ def reload_parity(folder: Path, drafter: nn.Module, dtype: torch.dtype) -> Reloa
 
 
 @torch.no_grad()
-def _confidence_difference(reference: nn.Module, loaded: nn.Module) -> float:
+def _confidence_difference(reference: Any, loaded: Any) -> float:
     """Largest difference of the two confidence heads' logits on fixed inputs; 0 where there is no head."""
     if getattr(reference, "confidence_head", None) is None:
         return 0.0
@@ -142,15 +159,15 @@ def _confidence_difference(reference: nn.Module, loaded: nn.Module) -> float:
     return float((reference.confidence_head(inputs, None) - loaded.confidence_head(inputs, None)).abs().max())
 
 
-def _cast(drafter: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _cast(drafter: Drafter, dtype: torch.dtype) -> Drafter:
     """A copy of ``drafter`` on the CPU in ``dtype``, its shared matrices included; the original is not touched."""
     from dataclasses import replace
 
     shared = replace(drafter.shared, embed=drafter.shared.embed.detach().to("cpu", dtype),
                      lm_head=drafter.shared.lm_head.detach().to("cpu", dtype))
-    original, drafter.shared = drafter.shared, None
+    original, drafter.shared = drafter.shared, shared  # a copy of the original matrices would be thrown away
     try:
-        clone = copy.deepcopy(drafter)
+        clone = copy.deepcopy(drafter, {id(shared): shared})
     finally:
         drafter.shared = original
     clone = clone.to(device="cpu").cast(dtype).eval()
@@ -195,7 +212,7 @@ class ShiftResult:
     note: str
 
 
-def _rates(drafter: nn.Module, target: Any, tokens: Tensor, per_document: int) -> dict[tuple[str, int], Tensor]:
+def _rates(drafter: Drafter, target: Any, tokens: Tensor, per_document: int) -> dict[tuple[str, int], Tensor]:
     """Acceptance per block [R] under each shift, on one document."""
     length, gamma = len(tokens), drafter.shape.draft_length
     last = length - gamma - 3
@@ -217,7 +234,7 @@ def _rates(drafter: nn.Module, target: Any, tokens: Tensor, per_document: int) -
 
 
 @torch.no_grad()
-def shift_gate(drafter: nn.Module, target: Any, documents: Sequence[Tensor], per_document: int = 16) -> ShiftResult:
+def shift_gate(drafter: Drafter, target: Any, documents: Sequence[Tensor], per_document: int = 16) -> ShiftResult:
     """Check 10 at export: analytic acceptance at teacher-forced anchors, where a shift of 0 must win clearly.
 
     ``wrong`` when a shifted convention beats the exported one beyond noise and by ``MATERIAL``, ``indistinct`` when

@@ -64,7 +64,7 @@ def _vllm(config: Mapping[str, Any], spec: TargetSpec, origin: Origin) -> list[s
 
 
 def _sglang(config: Mapping[str, Any], origin: Origin, written: list[str]) -> list[str]:
-    cost = [name for name in ("sglang_sps_2d.json", "sglang_sps_1d.json") if name in written]
+    cost: list[str] = [name for name in ("sglang_sps_2d.json", "sglang_sps_1d.json") if name in written]
     target = origin.target if origin.on_hub else _NO_HUB
     command = engines.sglang_command(config, target, origin.revision, '"$DRAFTER"', tables=cost,
                                      calibrated="dspark_sts.json" in written)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from deepspec.artifacts import read_manifest
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.config import shape_from_config
 from deepspec.drafters.config_gemma4 import without_scalars
 from deepspec.drafters.registry import build_drafter
@@ -27,7 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputRefused(f"{path} cannot be read ({error}). Give the folder of an exported drafter.") from None
 
 
-def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[nn.Module, SharedWeights]:
+def load_exported(folder: Path, device: str | torch.device = "cpu") -> tuple[Drafter, SharedWeights]:
     """The drafter of an exported folder (DeepSpec layout) in eval mode, in the dtype of the file, and the matrices it
     shares with its target. Strict: a tensor that is missing, unknown or misshapen raises InputRefused."""
     folder = Path(folder)

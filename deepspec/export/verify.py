@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from deepspec.drafters.base import Drafter
 from deepspec.errors import InputRefused
 from deepspec.export import checks, gates, layout, tensors
 from deepspec.export.checks import CheckResult
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def _files(folder: Path, values: dict[str, Any], target: Any,
-           drafter: nn.Module) -> tuple[list[CheckResult], dict[str, Any]]:
+           drafter: Drafter) -> tuple[list[CheckResult], dict[str, Any]]:
     """Checks 1-5, 11 and 12, which only read the folder and the target's two matrices."""
     shared_problems, digests = checks.check_shared(folder, drafter.shared, tensors.DTYPES[values["dtype"]],
                                                    layout.shared_names(values))
@@ -33,7 +34,7 @@ def _files(folder: Path, values: dict[str, Any], target: Any,
     return results, {"shared_sha256": digests, "mask_token_norm": norm}
 
 
-def verify_folder(folder: Path, target: Any, drafter: nn.Module,
+def verify_folder(folder: Path, target: Any, drafter: Drafter,
                   documents: Sequence[Tensor] = ()) -> tuple[list[CheckResult], dict[str, Any]]:
     """All checks of ``folder`` against the drafter it was made of. Returns results and facts for the manifest.
 

@@ -128,10 +128,12 @@ class ChunkedPass:
         self.ce = torch.zeros(count, dtype=self.exact, device=device)
         self.l1 = torch.zeros(count, dtype=self.exact, device=device)
         self.chunks = list(_chunks(inputs, self.vocab, self.hidden.new_empty(0, dtype=self.exact).element_size()))
-        self.grad_hidden = self.grad_transitions = self.grad_factor = None
+        self.grad_hidden: Optional[Tensor] = None
+        self.grad_transitions: Optional[Tensor] = None
+        self.grad_factor: Optional[Tensor] = None
         if inputs.differentiate:
             self.grad_hidden = torch.zeros(hidden.shape, dtype=self.exact, device=device)
-            if transitions is not None:
+            if transitions is not None and factor is not None:
                 self.grad_transitions = torch.zeros(transitions.shape, dtype=self.exact, device=device)
                 self.grad_factor = torch.zeros(factor.shape, dtype=self.exact, device=device)
 
@@ -173,9 +175,11 @@ class ChunkedPass:
         if inputs.unknown is not None:
             both[:len(drafter_rows)].masked_fill_(inputs.unknown, NEVER)
         self.targets(target)
+        if self.transitions is None or self.factor is None:
+            return
         if len(bias):
             _project(self.transitions[groups], self.factor, bias)
-        elif self.transitions is not None:
+        else:
             _project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
 
     def scratch_rows(self, most: int) -> int:
@@ -245,7 +249,9 @@ class ChunkedPass:
     def _gradients(self, slots: slice, groups: slice, draft: Tensor, bias: Tensor, slope: Tensor) -> None:
         """Pull the gradient by the logits back to hidden states, transitions and W_2."""
         plan = self.inputs.plan
-        if self.transitions is not None:
+        assert self.grad_hidden is not None
+        if self.transitions is not None and self.factor is not None:
+            assert self.grad_transitions is not None and self.grad_factor is not None
             grads = draft
             if len(bias):
                 # The chunk's biases are used up: their buffer takes the gradient by each of them.
@@ -275,7 +281,8 @@ class _SlotLoss(torch.autograd.Function):
         work.run()
         loss = (_weighted(work.ce, inputs.ce_scales) + _weighted(work.l1, inputs.tv_scales)).to(work.exact)
         pairs = zip((work.grad_hidden, work.grad_transitions, work.grad_factor), (hidden, transitions, factor))
-        ctx.save_for_backward(*(None if grad is None else grad.to(like.dtype) for grad, like in pairs))
+        ctx.save_for_backward(*(None if grad is None or like is None else grad.to(like.dtype)
+                                for grad, like in pairs))
         ctx.mark_non_differentiable(work.ce, work.l1)
         return loss, work.ce, work.l1
 

@@ -116,7 +116,7 @@ def _eager(
     dtype = exact_dtype(output.hidden)
     lm_head = shared.lm_head.to(dtype)
     logits = _capped(functional.linear(output.hidden.to(dtype), lm_head), softcap)
-    if output.transition is not None:
+    if output.transition is not None and output.output_factor is not None:
         logits = logits + functional.linear(output.transition.to(dtype), output.output_factor.to(dtype))
     if unknown is not None:
         logits = logits.masked_fill(unknown, NEVER)

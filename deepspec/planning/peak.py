@@ -75,7 +75,7 @@ def rank_bytes(config: Config, parameters: ParameterCount, packs: PackPlan, zero
 
 
 def target_rank_bytes(config: Config, parameters: ParameterCount, packs: PackPlan) -> int:
-    """What a rank needs that only runs the target (features.mode=disaggregated): weights, a layer's pack, its states."""
+    """What a rank needs that only runs the target (features.mode=disaggregated): weights, a layer's work, states."""
     shape, width = config.target.shape, 2 if config.target.dtype == "bfloat16" else 4
     inner = 3 * shape.intermediate_size + 2 * shape.num_heads * shape.head_dim + 4 * shape.hidden_size
     kept = (len(config.target.feature_layers) + 1) * shape.hidden_size

@@ -100,8 +100,8 @@ def _records(config: Config, stages: list[str]) -> None:
         raise InputRefused(f"confidence.prompts={prompts!r} is not a file. Give a JSONL of prompts, or leave it out "
                            "for the run's own held-out ones.")
     if "calibrate" in stages and records is not None and not record_files(Path(records).expanduser()):
-        raise InputRefused(f"calibration.records={records!r} holds no records. Give an npz or jsonl of confidence ones, "
-                           "or SGLang shards: their folder, or the stem of their names (docs/calibration.md).")
+        raise InputRefused(f"calibration.records={records!r} holds no records. Give an npz or jsonl of confidence "
+                           "records, or SGLang shards: their folder, or the stem of their names (docs/calibration.md).")
 
 
 def _report(config: Config, stages: list[str]) -> None:

@@ -53,8 +53,8 @@ def check_simulate(config: Config) -> None:
     require(bool(simulate.concurrency), "simulate.concurrency", list(simulate.concurrency), "a non-empty list")
     for value in simulate.concurrency:
         whole("simulate.concurrency", value, 1)
-    for value in simulate.arrival_rates:
-        within("simulate.arrival_rates", value, 0.0, math.inf, open_low=True)
+    for rate in simulate.arrival_rates:
+        within("simulate.arrival_rates", rate, 0.0, math.inf, open_low=True)
     require(bool(simulate.policies), "simulate.policies", list(simulate.policies), f"some of {', '.join(MODES)}")
     for name in simulate.policies:
         choice("simulate.policies", name, MODES)

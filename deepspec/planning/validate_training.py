@@ -42,7 +42,7 @@ def _batch(config: Config) -> None:
 
 def _packing(config: Config) -> None:
     trainer = config.trainer
-    require(trainer.pack_tokens >= config.data.max_length, "trainer.pack_tokens", trainer.pack_tokens,
+    require((trainer.pack_tokens or 0) >= config.data.max_length, "trainer.pack_tokens", trainer.pack_tokens,
             f"at least data.max_length={config.data.max_length}, so that the longest sample fits")
     if trainer.pack_anchors is not None:
         require(trainer.pack_anchors >= trainer.num_anchors, "trainer.pack_anchors", trainer.pack_anchors,

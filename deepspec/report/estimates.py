@@ -32,9 +32,10 @@ def computed_table(evaluation: dict[str, Any]) -> str:
     rows = []
     for one in found:
         low, high = interval(one.macro) or (None, None)
-        anchors = [values.get("anchors") for values in one.group("benchmarks").values()]
+        anchors: list[Any] = [values.get("anchors") for values in one.group("benchmarks").values()]
+        counted = [value for value in anchors if is_number(value)]
         rows.append([one.name, KINDS.get(one.estimator, one.estimator), one.macro.get("acceptance_length"), low, high,
-                     sum(filter(is_number, anchors)) if any(map(is_number, anchors)) else None])
+                     sum(counted) if counted else None])
     note = ("Macro means. Counted: real decoding. Computed along the target's answers: what decoding would accept on "
             "average given the text, with rounds beginning where decoding would begin them; it estimates the same "
             "number. At fixed anchors: one round from evenly drawn places, which is more than decoding gets, since its "

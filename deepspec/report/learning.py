@@ -58,7 +58,7 @@ def outlook(files: RunFiles) -> Optional[Outlook]:
         found = curve.at(factor * curve.longest)
         row: list[Any] = [round(found.samples), found.acceptance_length, f"{found.interval[0]:.2f} to "
                           f"{found.interval[1]:.2f}", None, None]
-        if is_number(decoded):
+        if decoded is not None and is_number(decoded):
             low, middle, high = (decoded_length(value, lengths[-1], float(decoded)) for value in (
                 found.interval[0], found.acceptance_length, found.interval[1]))
             row[3] = f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -49,8 +49,9 @@ class Traces:
     def _check(self) -> None:
         """Raises ValueError for arrays that do not belong together."""
         blocks, conversations = len(self.accepted), len(self.domains)
-        shapes = {"accepted": (blocks,), "known": (blocks,), "starts": (conversations + 1,),
-                  "domains": (conversations,), "prompt_tokens": (conversations,), "answer_tokens": (conversations,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "accepted": (blocks,), "known": (blocks,), "starts": (conversations + 1,), "domains": (conversations,),
+            "prompt_tokens": (conversations,), "answer_tokens": (conversations,)}
         if self.logits is not None:
             shapes["logits"] = (blocks, self.draft_length)
         for name, shape in shapes.items():
@@ -116,7 +117,7 @@ class Traces:
         return loaded
 
 
-def _whole(lengths: Sequence[int]) -> Ints:
+def _whole(lengths: Sequence[int] | Ints) -> Ints:
     return np.asarray(lengths, dtype=np.int64)
 
 

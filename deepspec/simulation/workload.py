@@ -85,7 +85,7 @@ def draw(traces: Traces, workload: Workload, random: np.random.Generator) -> lis
                        workload.prompt_tokens)
 
 
-def requests_of(traces: Traces, conversations: Sequence[int], arrivals: Sequence[float],
+def requests_of(traces: Traces, conversations: Sequence[int], arrivals: Sequence[float] | np.ndarray,
                 answer_tokens: Optional[int] = None, prompt_tokens: Optional[int] = None) -> list[SimulatedRequest]:
     """Requests that follow ``conversations`` and arrive at ``arrivals``."""
     return [SimulatedRequest(float(arrival), int(index), int(prompt_tokens or traces.prompt_tokens[index]),

@@ -244,8 +244,7 @@ def _in_order(stages: tuple[str, ...]) -> Iterator[str]:
 def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
     # Rank 0 decides for all: another rank may look when rank 0 has already written the next record.
     current = distributed.rank() == 0 and not forced and up_to_date(config, stage)
-    current = distributed.broadcast_object(current)
-    if current:
+    if distributed.broadcast_object(current):
         log.info("%-10s up to date", stage)
         return
     log.info("%-10s starts", stage)
