@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections: n residual streams, mixed around every branch. All of it in float32 at least.
 
 n streams, D width, any leading dimensions of tokens. A site has a projection ``fn`` [(2 + n) n, n D] of the flattened
-and normalised streams, split as pre n | post n | comb n x n, with one ``scale`` per part [3] and a ``base`` [(2 + n) n].
+and normalised streams, split as pre n | post n | comb n x n, a ``scale`` per part [3] and a ``base`` [(2 + n) n].
 """
 
 from dataclasses import dataclass

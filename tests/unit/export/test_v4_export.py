@@ -171,7 +171,8 @@ def test_beside_a_v4_target(v4_target: FrozenTarget, target_folder: Path, tmp_pa
                     str(tmp_path / "run" / "export"), ("DeepseekV4ForCausalLM",))
     documents = [torch.arange(40) * 7 % 250]
     request = ExportRequest(config, v4_target, model.eval().requires_grad_(False), origin,
-                            gather(tmp_path / "run", SHA, v4_target.fingerprint, 4), tmp_path / "records.jsonl", documents)
+                            gather(tmp_path / "run", SHA, v4_target.fingerprint, 4), tmp_path / "records.jsonl",
+                            documents)
     folder = export_drafter(request)
     facts = read_manifest(folder).facts
     assert all(check["passed"] for check in facts["checks"].values()) and set(facts["shift"]["layers"]) == {"-1", "0"}
