@@ -50,12 +50,19 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
+def shown(value: Any) -> str:
+    """A value for a message: a long list by its length and beginning."""
+    if isinstance(value, (list, tuple)) and len(value) > 16:
+        return f"{len(value)} values that begin {list(value[:4])}"
+    return repr(value)
+
+
 def require_same(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
     """Raises InputRefused naming every key whose value differs, with both values."""
     saved = _BEFORE | dict(saved)
     current = _BEFORE | dict(current)
     different = [
-        f"{key}: {saved.get(key)!r} in the checkpoint, {current.get(key)!r} now"
+        f"{key}: {shown(saved.get(key))} in the checkpoint, {shown(current.get(key))} now"
         for key in sorted(saved.keys() | current.keys() - (_LATER - saved.keys())) if saved.get(key) != current.get(key)
     ]
     if different:

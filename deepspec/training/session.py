@@ -19,6 +19,7 @@ from deepspec.targets.head import TargetHead
 from deepspec.targets.load import load_target
 from deepspec.training import checkpoint
 from deepspec.training.checkpoint import TRAINED
+from deepspec.training.identity import shown
 
 logger = logging.getLogger(__name__)
 # Inherited from the target, so the target's fingerprint already decides them.
@@ -84,7 +85,7 @@ def chosen_checkpoint(config: Config) -> Path:
 def _check(where: Path, saved: DrafterShape, wanted: DrafterShape, saved_target: str, target: str) -> None:
     names = [f.name for f in fields(DrafterShape) if f.name not in _NOT_COMPARED]
     different = [
-        f"{name}: {getattr(saved, name)!r} in the checkpoint, {getattr(wanted, name)!r} in the configuration"
+        f"{name}: {shown(getattr(saved, name))} in the checkpoint, {shown(getattr(wanted, name))} in the configuration"
         for name in names if getattr(saved, name) != getattr(wanted, name)
     ]
     if saved_target != target:
