@@ -69,6 +69,7 @@ class Calibration:
     methods: dict[str, Any] = field(default_factory=dict)
     fold: dict[str, Any] = field(default_factory=dict)  # temperature, shift, temperatures[K], samples
     excess: dict[str, Any] = field(default_factory=dict)  # see measure.excess
+    need: dict[str, Any] = field(default_factory=dict)  # see measure.need: whether calibration is needed, and why
     per_domain: dict[str, Any] = field(default_factory=dict)  # see domains.domain_report
     survival: Values = ()  # observed share of report blocks that survived through each position
     accepted_per_block: Optional[float] = None  # mean accepted draft tokens of report blocks that were known in full
@@ -124,7 +125,7 @@ class Calibration:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             values = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             loaded = cls(**{name: _frozen(value) for name, value in values.items()})
-            tables = {name: getattr(loaded, name) for name in ("methods", "fold", "excess", "per_domain")}
+            tables = {name: getattr(loaded, name) for name in ("methods", "fold", "excess", "need", "per_domain")}
             if wrong := [name for name, value in tables.items() if not isinstance(value, dict)]:
                 raise ValueError(f"{wrong[0]} is no table of names and values")
             right = len(loaded.temperatures) == loaded.block_size and all(

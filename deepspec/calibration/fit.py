@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from deepspec.calibration.calibration import Calibration
 from deepspec.calibration.domains import domain_report
 from deepspec.calibration.fold import fit_fold
-from deepspec.calibration.measure import Values, excess, known_or_none, mean, measure
+from deepspec.calibration.measure import Values, excess, known_or_none, mean, measure, need
 from deepspec.calibration.methods import apply_maps, fit_maps
 from deepspec.calibration.metrics import Floats, expected_calibration_error, sigmoid, survival_probability
 from deepspec.calibration.records import ConfidenceRecords, split_conversations
@@ -35,10 +35,15 @@ def cumulative_ece(records: ConfidenceRecords, temperatures: ArrayLike, num_bins
     ]
 
 
-def _verdict(before: Values, after: Values, floor: Values, found: dict[str, Any]) -> str:
+def _verdict(before: Values, after: Values, floor: Values, found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """One sentence: whether calibration was needed and whether it helped, means over positions on the report split."""
     raw, scaled, noise = mean(before), mean(after), mean(floor)
     numbers = f"mean ECE over positions {raw:.4f} before, {scaled:.4f} after, noise floor {noise:.4f}"
+    if wanted["needed"] is False:
+        low, high = wanted["excess_ci95"]
+        return (f"This run does not need calibration: on {wanted['blocks']} blocks the raw confidence is off by "
+                f"{wanted['excess']:.4f} [{low:.4f}, {high:.4f}] more than chance shows, less than the "
+                f"{wanted['negligible']:g} that counts ({numbers}).")
     if raw <= 1.5 * noise:
         return f"Calibration was hardly needed: the raw confidence is as good as this many blocks can show ({numbers})."
     if found["removed_ci95"] is not None and found["removed_ci95"][0] <= 0 < found["removed_ci95"][1]:
@@ -138,6 +143,7 @@ def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fr
     names, counts = np.unique(report.domain, return_counts=True)
     chosen = fits.confidences(report.logits)
     found = excess(report, chosen["raw"], chosen["sts"], num_bins=config.num_bins, draws=config.bootstrap, seed=seed)
+    wanted = need(found, len(report))
     return Calibration(
         drafter_sha256=records.origin.drafter_sha256, block_size=records.origin.block_length,
         temperatures=scaling.temperatures, num_samples=len(report), num_bins=config.num_bins,
@@ -156,9 +162,9 @@ def calibrate(records: ConfidenceRecords, config: CalibrationConfig, *, refit_fr
         method=config.method, methods=_plain(forms), source=records.origin.source,
         fold={"temperature": fits.fold.temperature, "shift": fits.fold.shift,
               "temperatures": list(fits.on_fold.temperatures), "samples": int(fit.reached.sum())},
-        excess=_plain(found),
+        excess=_plain(found), need=_plain(wanted),
         per_domain=domain_report(fit, report, scaling.temperatures, grid=fits.grid, num_bins=config.num_bins,
                                  min_samples=config.min_samples, draws=config.bootstrap, seed=seed,
                                  own=config.per_domain, noise_guard=config.noise_guard),
-        verdict=_verdict(raw["ece"], sts["ece"], sts["noise_floor"], found), **_outcome(report),
+        verdict=_verdict(raw["ece"], sts["ece"], sts["noise_floor"], found, wanted), **_outcome(report),
     )

@@ -16,6 +16,7 @@ from deepspec.calibration.metrics import (
 from deepspec.calibration.records import ConfidenceRecords
 
 Values = tuple[Optional[float], ...]  # one per position; None where undefined
+NEGLIGIBLE = 0.01  # cumulative ECE: what temperature scaling gets a confidence down to (Sec. 3.2.1)
 Intervals = tuple[Optional[tuple[float, float]], ...]
 
 
@@ -108,3 +109,23 @@ def excess(records: ConfidenceRecords, before: ArrayLike, after: ArrayLike, *, n
     result |= {"removed": change, "removed_ci95": pivotal(change, samples["before"][1] - samples["after"][1])}
     result["reduction"] = 1.0 - result["after"] / result["before"] if result["before"] > 0 else None
     return result
+
+
+def need(found: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """Whether a confidence needs calibration, with the numbers that say so.
+
+    ``found`` is what ``excess`` gives. ``needed`` is False where the 95 % interval of the raw confidence's excess over
+    its noise floor ends below ``NEGLIGIBLE``, if there are enough blocks for a floor of at most twice that; else
+    True where the interval begins above 0, and None where so many blocks cannot tell.
+    """
+    interval, floor = found["before_ci95"], found["noise_floor_before"]
+    needed: Optional[bool] = None
+    if interval is not None and interval[1] < NEGLIGIBLE and floor <= 2 * NEGLIGIBLE:
+        needed = False
+    elif interval is not None and interval[0] > 0:
+        needed = True
+    return {"needed": needed, "excess": found["before"], "excess_ci95": interval, "blocks": blocks,
+            "noise_floor": floor, "negligible": NEGLIGIBLE,
+            "rule": "no calibration is needed where the 95 % interval of the raw excess over the noise floor ends "
+                    f"below {NEGLIGIBLE:g} and the floor is at most {2 * NEGLIGIBLE:g}; it is where the interval "
+                    "begins above 0; else these blocks cannot tell"}

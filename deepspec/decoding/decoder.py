@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspec.decoding.asking import drafting_slots
 from deepspec.decoding.draft import draft_uniforms
 from deepspec.decoding.modes import MODES, SCHEDULED
 from deepspec.decoding.policy import ThroughputScheduler
 from deepspec.decoding.recurrent import draft_state
-from deepspec.decoding.rows import Kept, Outcome, Row, Step, keep, plan_step
+from deepspec.decoding.rows import Kept, Outcome, Row, Step, keep, occupied, plan_step
 from deepspec.decoding.types import BlockDetail, DecodeRequest, DecodeResult, DecodeTimings, DraftProposal, RoundRecord
 from deepspec.decoding.verification import Verification, verify
 from deepspec.errors import ConfigError, InputRefused
@@ -95,6 +96,7 @@ class SpeculativeDecoder:
             self._drafts = draft_state(self.drafter, slots, tokenizer_size=size, capacity=capacity)
         if self.scheduler is not None:
             self.scheduler.reset()
+            self.scheduler.expect(slots)
 
     def _check(self, requests: Sequence[DecodeRequest]) -> None:
         seen: set[str] = set()
@@ -111,7 +113,8 @@ class SpeculativeDecoder:
             if row is None and waiting:
                 request = waiting.popleft()
                 limit = len(request.prompt_ids) + (request.max_new_tokens or self.max_new_tokens)
-                self._rows[slot] = Row(request, list(request.prompt_ids), limit)
+                blind = self.scheduler is not None and self.scheduler.blind
+                self._rows[slot] = Row(request, list(request.prompt_ids), limit, blind=blind)
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
@@ -140,7 +143,8 @@ class SpeculativeDecoder:
         self.timings.verify_seconds += verified - drafted
         seconds = self._clock() - began
         self.timings.total_seconds += seconds
-        if self.scheduler is not None and all(feed == 1 for feed in step.feeds):
+        whole = proposal is None or len(proposal.rows) == len(step.slots)
+        if self.scheduler is not None and whole and max(step.feeds) == 1:
             self.scheduler.observe_seconds(len(step.slots), sum(step.counts), proposal is not None, seconds)
         self.timings.steps += 1
         self.timings.draft_steps += proposal is not None
@@ -148,16 +152,10 @@ class SpeculativeDecoder:
 
     def _propose(self) -> Optional[DraftProposal]:
         """Drafts of all rows that can draft, None in rounds without drafting."""
-        ready = [slot for slot, row in enumerate(self._rows) if row is not None and row.decoding]
+        ready = drafting_slots(self._rows, self.scheduler, self._drafts, self._cache) if self._drafts else []
         if self._drafts is None or not ready:
             return None
-        if self.scheduler is not None and not self.scheduler.should_draft(len(ready)):
-            self._drafts.settle()
-            return None
-        if self.scheduler is not None and self.scheduler.trial:
-            # The drafter's context of all skipped tokens has to be made up for: a few short requests are enough.
-            ready = sorted(sorted(ready, key=lambda slot: self._rows[slot].cached)[:max(1, len(ready) // 8)])
-        rows = [self._rows[slot] for slot in ready]
+        rows = [occupied(self._rows, slot) for slot in ready]
         uniforms = draft_uniforms(self.sampling.seed, [row.request.id for row in rows], [row.cached for row in rows],
                                   [row.turns for row in rows], self._drafts.length)
         for row in rows:
@@ -177,7 +175,7 @@ class SpeculativeDecoder:
             return dict.fromkeys(proposal.rows, length), None
         logits = None if proposal.confidence_logits is None else proposal.confidence_logits.cpu().numpy()
         survival = self.scheduler.survival(logits, len(proposal.rows))
-        left = [self._rows[slot].limit - len(self._rows[slot].ids) - 1 for slot in proposal.rows]
+        left = [occupied(self._rows, slot).limit - len(occupied(self._rows, slot).ids) - 1 for slot in proposal.rows]
         lengths = self.scheduler.lengths(survival, np.clip(left, 0, length))
         return dict(zip(proposal.rows, lengths.tolist())), survival
 
@@ -185,11 +183,11 @@ class SpeculativeDecoder:
         """Last hidden states and features of the step's tokens."""
         flat: list[int] = []
         for slot, feed, length in zip(step.slots, step.feeds, step.lengths):
-            row = self._rows[slot]
+            row = occupied(self._rows, slot)
             flat.extend(row.ids[row.cached:row.cached + feed])
             flat.extend(drafts[slot][:length] if length else ())
-        result = self.target.step(torch.tensor(flat, dtype=torch.int64), step.slots, step.counts, self._cache,
-                                  features=self._drafts is not None)
+        seen = self._drafts is not None and not all(occupied(self._rows, slot).blind for slot in step.slots)
+        result = self.target.step(torch.tensor(flat), step.slots, step.counts, self._cache, features=seen)
         return result.last_hidden, result.features
 
     def _verify(self, step: Step, proposal: Optional[DraftProposal], hidden: Tensor) -> dict[int, Outcome]:
@@ -215,7 +213,7 @@ class SpeculativeDecoder:
                       hidden: Tensor) -> Verification:
         device = hidden.device
         lengths = np.array([step.lengths[place] for place in group])
-        rows = [self._rows[step.slots[place]] for place in group]
+        rows = [occupied(self._rows, step.slots[place]) for place in group]
         firsts = np.array([step.starts[place] + step.feeds[place] - 1 for place in group])
         starts = np.cumsum(lengths + 1) - lengths - 1
         wanted = np.repeat(firsts - starts, lengths + 1) + np.arange(len(lengths) + lengths.sum())
@@ -238,7 +236,7 @@ class SpeculativeDecoder:
         kept: dict[int, Kept] = {}
         spans: list[tuple[int, int, int]] = []
         for slot, feed, length, start in zip(step.slots, step.feeds, step.lengths, step.starts):
-            row = self._rows[slot]
+            row = occupied(self._rows, slot)
             if slot in outcomes:
                 outcome = outcomes[slot]
                 kept[slot] = keep(row, feed, drafts[slot][:length] if length else (), outcome.accepted, outcome.emitted,
@@ -250,7 +248,7 @@ class SpeculativeDecoder:
             else:
                 row.cached += feed
                 verified = feed
-            if row.finish_reason is None:
+            if row.finish_reason is None and not row.blind:
                 spans.append((slot, start, verified))  # what the row has cached now ends with them
         if self._drafts is not None and spans:
             counts = [count for _, _, count in spans]
@@ -259,7 +257,7 @@ class SpeculativeDecoder:
                 # A copy of what is needed: a slice would keep the features of the whole step alive.
                 features = features[torch.from_numpy(wanted).to(features.device)]
             for (slot, _, count), part in zip(spans, features.split(counts)):
-                row = self._rows[slot]
+                row = occupied(self._rows, slot)
                 self._drafts.append(slot, part, row.ids[row.cached - count + 1:row.cached + 1])
         return kept
 
@@ -275,7 +273,7 @@ class SpeculativeDecoder:
             hidden, previous = proposal.hidden.to(torch.float16).cpu().numpy(), proposal.previous_ids.cpu().numpy()
         for place in step.finals:
             slot, item = step.slots[place], kept[step.slots[place]]
-            row, i = self._rows[slot], places.get(slot)
+            row, i = occupied(self._rows, slot), places.get(slot)
             if len(row.ids) - item.tokens == len(row.request.prompt_ids):
                 continue
             detail = None

@@ -92,6 +92,7 @@ class ThroughputScheduler:
         self._survived = self._guess * _PRIOR
         self._predicted = self._observed = _PRIOR
         self.trial = False  # whether the round that drafts now only looks whether it would pay: a few requests will do
+        self.blind = self.reread = self.trial_is_due = False  # see should_draft
         self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
         self._trials = Trials() if self.drift is None else self.drift.trials
@@ -116,14 +117,53 @@ class ThroughputScheduler:
             found = self._prices[requests] = (1.0 / (draft + seconds), seconds, draft)
         return found
 
-    def should_draft(self, requests: int) -> bool:
+    def expect(self, requests: int) -> None:
+        """Decide before the first round whether requests are decoded blind at first, if so many are to come."""
+        if self._history:
+            pays, advantage, _ = self._verdict(requests)
+            self.blind = self._is_settled(requests, pays, advantage)
+
+    def should_draft(self, requests: int, seen: Optional[int] = None) -> bool:
         """Whether this round drafts: if settled blocks say that it pays at this load, or to find out again.
 
         With ``drift`` plain rounds are tried as well where drafting pays, since only their measured time can tell.
+        ``seen`` of the requests can draft (None: all). Afterwards ``blind`` says whether new requests need not be seen,
+        ``reread`` whether some that are not should be, and ``trial_is_due`` whether that is for a trial.
         """
-        self.trial = False
+        seen = requests if seen is None else seen
+        self.trial = self.blind = self.reread = self.trial_is_due = False
         if not self._history:
-            return True
+            return seen > 0
+        pays, advantage, ratio = self._verdict(requests)
+        self.reread = pays and seen < requests
+        if pays and self.drift is None:
+            return seen > 0
+        self._idle += 1
+        if self.drift is not None and advantage < _CLOSE and self._idle > 1 and self.drift.lacks(requests, not pays):
+            self._idle = 0  # a close call: a few rounds of the other kind, every second one, before it is trusted
+            return not pays and seen > 0
+        gap = trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP,
+                        self._trials.failed(requests, pays))
+        if self._idle < gap:
+            self.blind = self._is_settled(requests, pays, advantage)
+            return pays and seen > 0
+        if not pays and not seen:  # the next request to come will do; if none comes, one is read again
+            self.trial_is_due = True
+            self.reread = self._idle >= 2 * gap
+            return False
+        self._idle = 0
+        self._trials.count(requests, pays)
+        self.trial = not pays
+        self.blind = self.trial and self._is_settled(requests, pays, advantage)
+        return not pays
+
+    def _is_settled(self, requests: int, pays: bool, advantage: float) -> bool:
+        """Whether plain decoding is so sure to be better that requests need not be seen by the drafter."""
+        return not pays and (advantage >= _CLOSE or self._trials.failed(requests, pays) > 0)
+
+    def _verdict(self, requests: int) -> tuple[bool, float, float]:
+        """Whether drafting pays, throughput of the better choice over that of the other, seconds of a drafting round
+        over those of a plain one."""
         made, gain, ratio = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0))
         if self._settled - made >= _VERDICT_ROUNDS or made < min(_VERDICT_ROUNDS, self._settled):
             gain, ratio = self._gain(requests)
@@ -132,20 +172,14 @@ class ThroughputScheduler:
             factor = self.drift.drafting(requests)
             gain, ratio = gain / factor, ratio * factor
         pays = gain > 1.0 + self.min_gain
-        if pays and self.drift is None:
-            return True
-        advantage = gain if pays else 1.0 / max(gain, 1e-9)
-        self._idle += 1
-        if self.drift is not None and advantage < _CLOSE and self._idle > 1 and self.drift.lacks(requests, not pays):
-            self._idle = 0  # a close call: a few rounds of the other kind, every second one, before it is trusted
-            return not pays
-        if self._idle < trial_gap(advantage, 1.0 / ratio if pays else ratio, self.probe_share, _MAX_TRIAL_GAP,
-                                  self._trials.failed(requests, pays)):
-            return pays
-        self._idle = 0
-        self._trials.count(requests, pays)
-        self.trial = not pays
-        return not pays
+        return pays, gain if pays else 1.0 / max(gain, 1e-9), ratio
+
+    def worth_reading(self, context: int, left: int, requests: int) -> bool:
+        """Whether a request with ``left`` tokens to come wins more by drafting than reading its context again costs."""
+        pays, gain, _ = self._verdict(requests)
+        seconds = self._priced(requests)[1]
+        token = (seconds[-1] - seconds[0]) / (len(seconds) - 1)
+        return pays and (1.0 - 1.0 / gain) * left * seconds[0] / requests > context * token
 
     def _gain(self, requests: int) -> tuple[float, float]:
         """Predicted tokens per second with drafting, lengths chosen as they would be, over those of plain decoding, and

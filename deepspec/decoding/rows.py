@@ -21,6 +21,7 @@ class Row:
     limit: int  # length of ``ids`` at which the answer is cut
     cached: int = 0
     turns: int = 0  # rounds that drafted
+    blind: bool = False  # the drafter has no context of it, so that it cannot draft
     rounds: list[RoundRecord] = field(default_factory=list)
     finish_reason: Optional[str] = None  # stop | length
     started: float = field(default_factory=time.perf_counter)
@@ -53,6 +54,13 @@ class Step:
     def counts(self) -> list[int]:
         """Tokens of each row."""
         return [feed + length for feed, length in zip(self.feeds, self.lengths)]
+
+
+def occupied(rows: Sequence[Optional[Row]], slot: int) -> Row:
+    """The request of a slot that is in use."""
+    row = rows[slot]
+    assert row is not None
+    return row
 
 
 def plan_step(rows: Sequence[Optional[Row]], lengths: dict[int, int]) -> Step:

@@ -167,6 +167,16 @@ def test_verdict_for_a_head_that_was_right_already():
     assert "hardly needed" in result.verdict
 
 
+def test_whether_calibration_is_needed_is_said_with_its_numbers():
+    right = calibrate(make_records(30000, temperatures=np.ones(4)), CalibrationConfig(bootstrap=50), refit_fraction=0)
+    assert right.need["needed"] is False and right.need["blocks"] == right.num_samples
+    assert "does not need calibration" in right.verdict and f"{right.need['excess']:.4f}" in right.verdict
+    wrong = calibrate(make_records(8000), CalibrationConfig(bootstrap=50), refit_fraction=0)
+    assert wrong.need["needed"] is True and wrong.need["excess_ci95"][0] > 0
+    few = calibrate(make_records(300, temperatures=np.ones(4)), CalibrationConfig(bootstrap=50), refit_fraction=0)
+    assert few.need["needed"] is None
+
+
 def test_calibration_json_round_trip(tmp_path):
     records = make_records(600, conversations=12, center=-3.0)  # nobody reaches the last positions
     result = calibrate(records, CalibrationConfig(bootstrap=20), refit_fraction=0.34)

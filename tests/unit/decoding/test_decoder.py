@@ -201,20 +201,6 @@ def test_a_drafter_that_does_not_pay_is_left_alone_and_asked_again_rarely() -> N
     assert eager.timings.draft_steps > 0.8 * (eager.timings.steps - 1)
 
 
-def test_memory_of_undrafted_rounds_is_bounded() -> None:
-    target, sampling = tiny_target(eos=60), Sampling(temperature=1.0)
-    scheduler = ThroughputScheduler(LinearCost(base=1.0, slope=1.0, draft=50.0), 4)
-    run = decoder(target, tiny_drafter(target), sampling, "scheduled", batch_size=1, tokens=300, scheduler=scheduler)
-    most = 0
-
-    def watch(timings: Any) -> None:
-        nonlocal most
-        most = max(most, max(run._drafts._buffered))
-
-    list(run.decode(prompts(1), on_round=watch))
-    assert 200 < most <= 257
-
-
 def test_wrong_use_is_refused() -> None:
     target = tiny_target()
     drafter, sampling = tiny_drafter(target), Sampling()
