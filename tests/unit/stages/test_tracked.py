@@ -40,6 +40,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
     made = compose_config(["+experiment=tiny", f"run.data_root={tmp_path / 'data'}", f"run.dir={tmp_path / 'run'}"])
+    made.tracking.timeout_seconds = 300.0  # W&B's own process may start late on a busy machine
     run = make_run(tmp_path / "run")
     for folder, name, facts in ((prompts_dir(made), "prompts.jsonl", {"splits": {"train": 3}}),
                                 (responses_dir(made), "responses.jsonl", {"counts": {"rows": 3}}),
