@@ -16,6 +16,7 @@ from deepspec.calibration.metrics import (
 from deepspec.calibration.records import ConfidenceRecords
 
 Values = tuple[Optional[float], ...]  # one per position; None where undefined
+ENOUGH_BLOCKS = 10_000  # below, an interval of an ECE is itself too uncertain to say that nothing is wrong
 NEGLIGIBLE = 0.01  # cumulative ECE: what temperature scaling gets a confidence down to (Sec. 3.2.1)
 Intervals = tuple[Optional[tuple[float, float]], ...]
 
@@ -115,17 +116,16 @@ def need(found: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Whether a confidence needs calibration, with the numbers that say so.
 
     ``found`` is what ``excess`` gives. ``needed`` is False where the 95 % interval of the raw confidence's excess over
-    its noise floor ends below ``NEGLIGIBLE``, if there are enough blocks for a floor of at most twice that; else
-    True where the interval begins above 0, and None where so many blocks cannot tell.
+    its noise floor ends below ``NEGLIGIBLE`` on at least ``ENOUGH_BLOCKS`` blocks; else True where the interval begins above 0, and None where so many blocks cannot tell.
     """
-    interval, floor = found["before_ci95"], found["noise_floor_before"]
+    interval = found["before_ci95"]
     needed: Optional[bool] = None
-    if interval is not None and interval[1] < NEGLIGIBLE and floor <= 2 * NEGLIGIBLE:
+    if interval is not None and interval[1] < NEGLIGIBLE and blocks >= ENOUGH_BLOCKS:
         needed = False
     elif interval is not None and interval[0] > 0:
         needed = True
     return {"needed": needed, "excess": found["before"], "excess_ci95": interval, "blocks": blocks,
-            "noise_floor": floor, "negligible": NEGLIGIBLE,
+            "noise_floor": found["noise_floor_before"], "negligible": NEGLIGIBLE,
             "rule": "no calibration is needed where the 95 % interval of the raw excess over the noise floor ends "
-                    f"below {NEGLIGIBLE:g} and the floor is at most {2 * NEGLIGIBLE:g}; it is where the interval "
-                    "begins above 0; else these blocks cannot tell"}
+                    f"below {NEGLIGIBLE:g} on at least {ENOUGH_BLOCKS} blocks; it is where the interval begins above 0; "
+                    "else these blocks cannot tell"}
