@@ -116,7 +116,8 @@ def need(found: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Whether a confidence needs calibration, with the numbers that say so.
 
     ``found`` is what ``excess`` gives. ``needed`` is False where the 95 % interval of the raw confidence's excess over
-    its noise floor ends below ``NEGLIGIBLE`` on at least ``ENOUGH_BLOCKS`` blocks; else True where the interval begins above 0, and None where so many blocks cannot tell.
+    its noise floor ends below ``NEGLIGIBLE`` on at least ``ENOUGH_BLOCKS`` blocks; else True where the interval begins
+    above 0, and None where so many blocks cannot tell.
     """
     interval = found["before_ci95"]
     needed: Optional[bool] = None
@@ -127,5 +128,5 @@ def need(found: dict[str, Any], blocks: int) -> dict[str, Any]:
     return {"needed": needed, "excess": found["before"], "excess_ci95": interval, "blocks": blocks,
             "noise_floor": found["noise_floor_before"], "negligible": NEGLIGIBLE,
             "rule": "no calibration is needed where the 95 % interval of the raw excess over the noise floor ends "
-                    f"below {NEGLIGIBLE:g} on at least {ENOUGH_BLOCKS} blocks; it is where the interval begins above 0; "
-                    "else these blocks cannot tell"}
+                    f"below {NEGLIGIBLE:g} on at least {ENOUGH_BLOCKS} blocks; it is where the interval begins above "
+                    "0; else these blocks cannot tell"}
