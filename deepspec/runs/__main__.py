@@ -9,7 +9,6 @@ Exit codes: 0 done, 2 wrong usage, 3 no such run, 1 anything else.
 """
 
 import argparse
-import fcntl
 import logging
 import shutil
 import sys
@@ -21,7 +20,7 @@ from deepspec.report.columns import columns
 from deepspec.report.compare import pooled_length
 from deepspec.report.inputs import interval, main_setting, speeds
 from deepspec.report.summary import summary_table
-from deepspec.runs.tree import Run, find, listing, removable, size, unused_data
+from deepspec.runs.tree import Run, find, in_use, listing, removable, size, unused_data
 
 log = logging.getLogger("deepspec.runs")
 
@@ -35,7 +34,7 @@ def _show(arguments: argparse.Namespace) -> int:
     run = find(arguments.run)[0]
     rows = [["stage", "status", "seconds"]]
     for name, record in run.stages.items():
-        rows.append([name, str(record.get("status")), f"{record.get('seconds', 0):.0f}"])
+        rows.append([name, run.status(name), f"{record.get('seconds', 0):.0f}"])
     log.info("%s\nstages\n%s\n%.1f MB on disk", summary_table(run.path), columns(rows, left=2), size(run.path) / 1e6)
     return 0
 
@@ -72,7 +71,7 @@ def _clean(arguments: argparse.Namespace) -> int:
         raise InputRefused(f"--data {arguments.data} is not a directory. Give the run.data_root of the runs.")
     doomed = []
     for run in runs:
-        if _in_use(run.path):
+        if in_use(run.path):
             log.info("%s: in use, left alone", run.path)
         else:
             doomed += removable(run.path)
@@ -87,19 +86,6 @@ def _clean(arguments: argparse.Namespace) -> int:
     log.info("%s %.1f MB%s", "removed" if arguments.yes else "would remove", total / 1e6,
              "" if arguments.yes or not doomed else "; do it with --yes")
     return 0
-
-
-def _in_use(run: Path) -> bool:
-    """Whether a job holds the run's lock."""
-    path = run / ".lock"
-    if not path.is_file():
-        return False
-    with open(path, "r+", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,8 @@
 """What a tree of run directories holds: stages, results, sizes, and what of it can be made again."""
 
+import fcntl
 import json
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,22 @@ from deepspec.report.inputs import RunFiles, read_run_files, speeds
 from deepspec.training.checkpoint import complete_tags, directory
 from deepspec.training.retention import leftovers
 
+HOST = socket.gethostname()
 _WITHOUT_STORE = ("online", "disaggregated")
 _DEPTH = 4  # runs/sweeps/NAME/JOB, and one level more for those who sort their runs
+
+
+def in_use(run: Path) -> bool:
+    """Whether a job holds the run's lock."""
+    path = run / ".lock"
+    if not path.is_file():
+        return False
+    with open(path, "r+", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -32,12 +48,23 @@ class Run:
         found = found if isinstance(found, dict) else {}
         return {name: found[name] for name in STAGES if isinstance(found.get(name), dict)}
 
+    def status(self, stage: str) -> str:
+        """What the manifest says of a stage, but ``killed`` where it says running and no process is left to do it.
+
+        Judged by the run's lock, which the system releases with the process, and only on the host that ran it: not
+        every file system shares locks between hosts.
+        """
+        record = self.stages[stage]
+        if record.get("status") != "running" or record.get("host", HOST) != HOST:
+            return str(record.get("status"))
+        return "running" if in_use(self.path) else "killed"
+
     @property
     def state(self) -> str:
         """``complete``, or the first stage that is not, with its state."""
-        for name, record in self.stages.items():
-            if record.get("status") != "complete":
-                return f"{name} {record.get('status')}"
+        for name in self.stages:
+            if self.status(name) != "complete":
+                return f"{name} {self.status(name)}"
         return "complete" if self.stages else "empty"
 
 

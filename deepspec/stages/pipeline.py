@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -251,7 +252,7 @@ def _run_stage(config: Config, stage: str, *, forced: bool) -> None:
     decided = fingerprint(config, stage) if distributed.rank() == 0 else ""
     stored = leaves_store(config) or config.features.path is not None
     reads = {"reads": [str(features_dir(config))]} if stage == "train" and stored else {}
-    _record(config, stage, status="running", fingerprint=decided, **reads)
+    _record(config, stage, status="running", fingerprint=decided, host=socket.gethostname(), **reads)
     started = time.perf_counter()
     try:
         importlib.import_module(f"deepspec.stages.{stage}").run(config)

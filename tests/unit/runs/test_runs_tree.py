@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_runs_are_found_and_listed(tree: Path) -> None:
     assert [run.path.name for run in find(tree / "runs")] == ["a", "b"]
     lines = listing(tree / "runs").splitlines()
     assert lines[1].split()[1:6] == ["dspark", "micro", "complete", "2.000", "12.5"]
-    assert lines[2].split()[1:6] == ["dspark", "micro", "train", "running", "3.000"]
+    assert lines[2].split()[1:6] == ["dspark", "micro", "train", "killed", "3.000"], "nobody holds its lock"
 
 
 def test_a_tree_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -107,3 +108,17 @@ def test_a_mistyped_data_folder_is_not_an_empty_one(tree: Path, caplog: pytest.L
     assert main(["clean", str(tree / "runs"), "--data", str(tree / "date"), "--yes"]) == 3
     assert "date is not a directory" in caplog.text
     assert (tree / "runs" / "a" / "checkpoints" / "step-100").is_dir()
+
+
+def test_a_stage_without_a_process_was_killed(tree: Path) -> None:
+    """The lock tells; a run on another host is believed, for its lock may not be seen here."""
+    path = tree / "runs" / "sweeps" / "s" / "b"
+    with open(path / ".lock", "r+", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert find(path)[0].state == "train running"
+    assert find(path)[0].state == "train killed"
+    manifest = json.loads((path / "manifest.json").read_text())
+    for host, status in ((socket.gethostname(), "killed"), ("another", "running")):
+        manifest["stages"]["train"]["host"] = host
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        assert find(path)[0].status("train") == status
