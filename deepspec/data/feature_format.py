@@ -16,10 +16,16 @@ from deepspec.errors import InputRefused
 INDEX = "index.jsonl"
 PRODUCER = "features"
 CONVENTION = "layer i = output of decoder layer i (HF hidden_states[i+1]); last_hidden after the final norm"
+STREAMS = "; a layer's output is the mean of its residual streams, the last layer's before they are weighed"
 COMMAND = "data_prep/extract_features.py"
 STORE_VERSION = 2  # 1 had CRC-32 checksums
 # A norm squares its input: anything larger overflows float32 there although it is still finite here.
 LARGEST_MAGNITUDE = 1e18
+
+
+def convention_of(streams: bool) -> str:
+    """What layer ids and hidden states mean; ``streams``: of a target with several residual streams (DeepSeek-V4)."""
+    return CONVENTION + STREAMS if streams else CONVENTION
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from deepspec.artifacts import canonical_hash, read_manifest
 from deepspec.config.paths import features_dir, model_cache, responses_dir
 from deepspec.config.schema import Config
 from deepspec.data.batch import Sample
+from deepspec.data.feature_format import convention_of
 from deepspec.data.rendering import Renderer
 from deepspec.data.samples import SampleSet, load_samples
 from deepspec.data.sources import CachedFeatures, Expected, FeatureSource, HiddenStateModel, OnlineFeatures
@@ -69,7 +70,8 @@ def expected_features(config: Config, target: Target) -> Expected:
     """What a store must hold to be of this run."""
     renderer = Renderer(target.tokenizer, config.target.thinking, config.target.name)
     return Expected(target_fingerprint=target.fingerprint, layers=tuple(config.target.feature_layers),
-                    renderer_hash=renderer.hash, responses_fingerprint=responses_fingerprint(config))
+                    renderer_hash=renderer.hash, responses_fingerprint=responses_fingerprint(config),
+                    convention=convention_of(target.family.streams))
 
 
 def rendered_samples(config: Config, target: Target) -> list[SampleSet]:

@@ -13,8 +13,8 @@ from deepspec.config.schema import Config
 from deepspec.data.batch import FeatureSample, Sample
 from deepspec.data.extraction import QUARANTINE_LIMIT, Quarantine, Work, allowed_aside
 from deepspec.data.feature_format import (
-    COMMAND, INDEX, PRODUCER, STORE_VERSION, BadFeatures, StoreHeader, describe_estimate, estimate_bytes, human_bytes,
-    require_disk,
+    COMMAND, INDEX, PRODUCER, STORE_VERSION, BadFeatures, StoreHeader, convention_of, describe_estimate, estimate_bytes,
+    human_bytes, require_disk,
 )
 from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index
 from deepspec.data.jsonl import read_rows
@@ -156,7 +156,7 @@ def _header(config: Config, target: FrozenTarget | TargetHead, responses: artifa
         target_fingerprint=target.fingerprint, renderer_hash=renderer.hash,
         responses_fingerprint=_identity(responses),
         layers=tuple(target.feature_layers), hidden_size=target.spec.hidden_size, codec=config.features.codec,
-        source_dtype=str(target.dtype).removeprefix("torch."),
+        source_dtype=str(target.dtype).removeprefix("torch."), convention=convention_of(target.family.streams),
     )
 
 

@@ -13,6 +13,7 @@ from tiny_targets import ROWS, save_tiny  # noqa: E402
 from deepspec import distributed  # noqa: E402
 from deepspec.artifacts import read_manifest  # noqa: E402
 from deepspec.config.compose import compose_config, options  # noqa: E402
+from deepspec.config.paths import features_dir  # noqa: E402
 from deepspec.planning.estimate import make_plan  # noqa: E402
 from deepspec.planning.plan import render  # noqa: E402
 from deepspec.planning.validate import validate  # noqa: E402
@@ -101,3 +102,6 @@ def test_the_tiny_twin_goes_through_every_stage(
     exported = json.loads((run / "export" / "config.json").read_text())
     assert exported["target_layer_ids" if "target_layer_ids" in exported else "dspark_target_layer_ids"] == list(
         config.target.feature_layers)
+    if experiment.startswith("deepseek_v4"):  # other features than any other family's under the same layer ids
+        store = read_manifest(features_dir(config))
+        assert store is not None and "mean of its residual streams" in json.dumps([store.facts, store.config])

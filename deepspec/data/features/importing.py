@@ -13,7 +13,9 @@ from deepspec import artifacts
 from deepspec.data.anchors import valid_anchors
 from deepspec.data.batch import FeatureSample
 from deepspec.data.feature_codec import layout
-from deepspec.data.feature_format import INDEX, PRODUCER, BadFeatures, StoreHeader, human_bytes, require_disk
+from deepspec.data.feature_format import (
+    INDEX, PRODUCER, BadFeatures, StoreHeader, convention_of, human_bytes, require_disk,
+)
 from deepspec.data.feature_shards import FeatureWriter, clean_shards, finished_samples, join_index
 from deepspec.data.features.cache import SOURCE, ForeignCache, SourceOptions, open_cache, split_of
 from deepspec.data.features.held_out import HeldOutRows
@@ -63,7 +65,7 @@ def import_cache(options: SourceOptions, directory: Path, *, codec: str, shard_b
     header = StoreHeader(
         target_fingerprint=target.fingerprint if target else UNCHECKED, renderer_hash=RENDERER,
         responses_fingerprint=cache.fingerprint, layers=cache.layers, hidden_size=cache.hidden_size, codec=codec,
-        source_dtype=cache.dtype,
+        source_dtype=cache.dtype, convention=convention_of(target is not None and target.family.streams),
     )
     needed = _estimate(cache, codec)
     log.info("import: %d samples, at most about %s as %s", len(cache), human_bytes(needed), codec)
