@@ -18,6 +18,8 @@ from deepspec.errors import ConfigError, UserError
 
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 30.0
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport",
+         "Timed out waiting", "remote process exited")
 
 
 def rank() -> int:
@@ -107,6 +109,11 @@ def _time_limit(seconds: float) -> timedelta:
     except ValueError:
         raise ConfigError(
             f"DEEPSPEC_COLLECTIVE_TIMEOUT={text!r} is not a number of seconds. Correct or unset it.") from None
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Whether ``error`` of a collective only says that another rank has ended or is not to be reached."""
+    return isinstance(error, RuntimeError) and world_size() > 1 and any(word in str(error) for word in _LOST)
 
 
 def shutdown() -> None:

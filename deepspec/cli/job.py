@@ -1,5 +1,6 @@
 """What every script does before and around its stages: command line, checks, exit codes."""
 
+import contextlib
 import errno
 import importlib
 import json
@@ -172,9 +173,26 @@ def _run(config: Config, overrides: list[str], script: Script) -> None:
             raise SystemExit(1) from None
         leave(UserError(f"Writing failed: {error}. What was finished before is intact. Make room (or check the file "
                         "system) and run the same command again: it continues from there."), all_ranks=True)
-    except Exception:
+    except Exception as error:
+        _lost(error, config)
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _lost(error: Exception, config: Config) -> None:
+    """Leave with one paragraph where another rank has ended first; the traceback goes to a file."""
+    from deepspec import distributed
+
+    if not distributed.lost_rank(error):
+        return
+    path = Path(config.run.dir) / f"lost-rank-{os.environ.get('RANK', '0')}.txt"
+    where = ""
+    with contextlib.suppress(OSError):
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        where = f" The traceback is in {path}."
+    leave(UserError("Another rank has ended, or its host is not to be reached, and this rank with it; the reason is "
+                    "among that rank's messages. Start the same command again: it continues from the last "
+                    f"checkpoint.{where}"), all_ranks=True)
 
 
 def leave(error: UserError, *, all_ranks: bool) -> NoReturn:

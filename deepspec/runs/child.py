@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from deepspec.errors import ConfigError
 log = logging.getLogger(__name__)
 LOG = "job.log"
 ERROR_LINES = 40
+_RANK = re.compile(r"^\[rank \d+\] ")
+_ERROR = re.compile(r"^\w+(Error|Refused): ")
 _SAVING_SECONDS = 600.0
 # Where a sweep is itself a task of Slurm or of a launcher, its jobs are not: they get ranks of their own.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,8 +111,14 @@ def _wait_for_group(group: int) -> None:
 
 
 def last_lines(path: Path, count: int = ERROR_LINES) -> list[str]:
-    """The end of a log, progress bars left out."""
+    """The end of a log, progress bars left out, and what another rank has said in the same words."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if line.strip() and "\r" not in line and "it/s]" not in line][-count:]
+    kept: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+        if not line.strip() or "\r" in line or "it/s]" in line:
+            continue
+        bare = _RANK.sub("", line)
+        # Lines that several ranks write begin with an error's name; others may well be repeated.
+        kept.setdefault(bare if _ERROR.match(bare) else f"{number}", line)
+    return list(kept.values())[-count:]

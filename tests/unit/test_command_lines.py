@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspec.cli import job
 from deepspec.cli.console import launched
 from deepspec.cli.help import help_text
 from deepspec.cli.scripts import SCRIPTS, as_commands, console_name, script_name
@@ -93,3 +94,31 @@ def test_launcher_options_without_a_launcher_are_refused() -> None:
 ])
 def test_messages_of_an_installation_name_its_commands(text: str, expected: str) -> None:
     assert as_commands(text) == expected
+
+
+def test_a_rank_that_lost_another_says_so_in_one_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(job.os, "_exit", leave)
+    monkeypatch.setenv("RANK", "1")
+    config = Config()
+    config.run.dir = str(tmp_path)
+    gloo = RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41234")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job._lost(gloo, config)  # alone there is nobody to lose
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job._lost(ValueError("Connection closed by peer"), config)
+    assert not codes
+    with pytest.raises(SystemExit):
+        try:
+            raise gloo
+        except RuntimeError as error:
+            job._lost(error, config)
+    said = capsys.readouterr().err
+    assert codes == [1] and said.startswith("\n[rank 1] UserError: Another rank has ended")
+    assert "gloo" not in said and "gloo" in (tmp_path / "lost-rank-1.txt").read_text()

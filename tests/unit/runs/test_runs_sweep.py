@@ -229,3 +229,10 @@ def test_jobs_have_ports_and_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert first[3].startswith("--master_port=") and first[3] != second[3]
     assert command([TINY], ["--master_port=1", "--num_gpus", "2"])[3:6] == ["--master_port=1", "--num_gpus", "2"]
     assert command([TINY], ["none"])[0] == sys.executable
+
+
+def test_what_several_ranks_say_is_shown_once(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("step\nstep\n\nInputRefused: no prompts\n[rank 1] InputRefused: no prompts\n"
+                   "[rank 1] ConfigError: another\n")
+    assert last_lines(log) == ["step", "step", "InputRefused: no prompts", "[rank 1] ConfigError: another"]
