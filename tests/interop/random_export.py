@@ -16,10 +16,11 @@ from deepspec.targets.load import load_target
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 6, 128, 4, 2, 32, 1024
 WORDS = 990  # ids below have a token
 MASK = 1000
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 SHA = "a" * 64  # stands for the hash of a checkpoint
 
 
-def save_target(folder: Path, *, tied: bool = False, sharp: float = 1.0) -> Path:
+def save_target(folder: Path, *, tied: bool = False, sharp: float = 1.0, template: str = TEMPLATE) -> Path:
     """A random Qwen3 with a word-level tokenizer whose ids stop short of the embedding's last rows. ``sharp`` times the
     LM head makes its distributions uneven, so that drafters can be right at temperature 1 too."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -43,7 +44,7 @@ def save_target(folder: Path, *, tied: bool = False, sharp: float = 1.0) -> Path
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.chat_template = template
     fast.save_pretrained(folder)
     return folder
 

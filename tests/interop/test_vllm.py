@@ -24,13 +24,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 PROMPTS = [[5, 77, 140, 9, 300], [12, 13, 14, 15, 16, 17, 400, 401]]
 
 
-def serve(job: dict[str, Any], timeout: int = 600) -> dict[str, Any]:
-    """Run the engine in its own process and environment."""
+def serve_all(jobs: list[dict[str, Any]], timeout: int = 1800) -> list[dict[str, Any]]:
+    """Run one engine after another in a process and environment of their own; their reports."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run([str(PYTHON), str(RUNNER)], input=json.dumps(job), capture_output=True, text=True,
+    done = subprocess.run([str(PYTHON), str(RUNNER)], input=json.dumps(jobs), capture_output=True, text=True,
                           timeout=timeout, env=environment | {"OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def serve(job: dict[str, Any], timeout: int = 1800) -> dict[str, Any]:
+    """The report of a single engine."""
+    return serve_all([job], timeout)[0]
 
 
 def speculative_config(export: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A trained MTP drafter in real vLLM on the CPU, as ``serving/launch.md`` says it is served: the target with two keys
-more in its configuration. Greedy output is the target's, acceptance is our decoder's, at one and at four draft tokens.
+more in its configuration. Greedy output is the target's, acceptance is our decoder's, at one and at four draft tokens,
+and at temperature 1.
 
 Needs DEEPSPEC_VLLM_PYTHON.
 """
@@ -10,21 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import accepted, decoded, length, standard_errors
 from random_export import LAYERS, export_model, make_config, save_target
 from test_vllm import PYTHON, serve, speculative_config
 
-from deepspec.decoding.decoder import SpeculativeDecoder
-from deepspec.decoding.types import DecodeRequest
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import DrafterShape, SharedWeights
 from deepspec.export.gates import block_logits
-from deepspec.export.load import load_exported
 from deepspec.targets.load import load_target
-from deepspec.targets.sampling import Sampling
 from tests.trained_drafter import greedy_texts, prompt_ids
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEC_VLLM_PYTHON is not set: no vLLM to serve with")
-TOKENS, STEPS = 32, 120
+TOKENS, SAMPLED, STEPS, SEEDS = 32, 48, 120, 6
 PROMPTS = prompt_ids(8, 900, seed=4)
 
 
@@ -56,15 +54,19 @@ def test_greedy_output_and_acceptance(tmp_path: Path, block_size: int) -> None:
     target = load_target(config.target, device="cpu", cache_dir=tmp_path / "data")
     shape = shape_from(target.spec, config.target, config.drafter)
     export = export_model(config, target, trained(target, shape))
-    drafter, _ = load_exported(export)
-    decoder = SpeculativeDecoder(target, drafter, Sampling(temperature=0.0), batch_size=len(PROMPTS),
-                                 max_new_tokens=TOKENS, ignore_eos=True)
-    requests: list[Any] = [DecodeRequest(str(number), tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
-    rounds = [item for result in decoder.decode(requests) for item in result.rounds]
-    mine = 1 + sum(item.accepted for item in rounds) / len(rounds)
+    mine = length(accepted(decoded(target, export, PROMPTS, tokens=TOKENS)))
     said = (export / "serving" / "launch.md").read_text().split("--hf-overrides '")[1].split("'")[0]
-    report = serve({"target": str(folder), "speculative_config": speculative_config(export), "prompts": PROMPTS,
-                    "max_tokens": TOKENS, "hf_overrides": json.loads(said), "alone": True}, timeout=1200)
+    job = {"target": str(folder), "prompts": PROMPTS, "max_tokens": TOKENS, "hf_overrides": json.loads(said)}
+    report = serve(job | {"speculative_config": speculative_config(export), "alone": True})
     print(f"acceptance length: vLLM {report['acceptance_length']:.4f} ({report['rounds']} rounds), ours {mine:.4f}")
     assert report["greedy_equal"] and mine > 1.4
     assert abs(report["acceptance_length"] - mine) <= 0.02
+    if block_size > 1:
+        return
+    report = serve(job | {"speculative_config": speculative_config(export), "temperature": 1.0, "max_tokens": SAMPLED})
+    rounds = [item for seed in range(SEEDS) for item in accepted(decoded(
+        target, export, PROMPTS, tokens=SAMPLED, temperature=1.0, seed=seed))]
+    gap, error = standard_errors(report, rounds)
+    print(f"temperature 1: vLLM {report['acceptance_length']:.4f} ({report['rounds']} rounds), ours "
+          f"{length(rounds):.4f} ({len(rounds)} rounds), s.e. {error:.4f}, {gap:+.2f} standard errors")
+    assert abs(gap) <= 3

@@ -1,7 +1,8 @@
-"""Serves a target with an exported drafter in real vLLM on the CPU and prints what the engine counted as one JSON line.
+"""Serves a target with exported drafters in real vLLM on the CPU and prints what the engine counted as one JSON line.
 
-Runs under the Python of an environment that holds vLLM's CPU build; it imports nothing of this project. The job is a
-JSON object on stdin:
+Runs under the Python of an environment that holds vLLM's CPU build; it imports nothing of this project. The jobs are a
+JSON list on stdin, run one after another in this process; the line is the list of their reports. All must be for the
+same runner (``needs_second``). One job:
 
     {"target": DIR, "speculative_config": {..} | null, "prompts": [[ids], ..], "max_tokens": 32, "temperature": 0.0,
      "dtype": "float32", "max_model_len": 256, "hf_overrides": {}, "seed": 0, "alone": false, "record": false,
@@ -13,11 +14,13 @@ by it. With ``alone`` the target is also run without a drafter, and ``greedy_equ
 same.
 """
 
+import contextlib
+import gc
 import json
 import os
 import sys
 import types
-from typing import Any, Optional, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 
 def prepare(second: bool) -> None:
@@ -73,11 +76,12 @@ def mend_key_norm() -> None:
     DFlashQwen3Model._normalize_context_k = normalize
 
 
-def record_drafts() -> list[list[int]]:
+@contextlib.contextmanager
+def record_drafts() -> Iterator[list[Any]]:
     """The draft tokens [K] of every round of a single request, filled while the engine runs."""
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator  # DSpark's inherits it
 
-    rounds: list[list[int]] = []
+    rounds: list[Any] = []
     propose = DFlashSpeculator.propose
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,14 +90,16 @@ def record_drafts() -> list[list[int]]:
         return drafts
 
     DFlashSpeculator.propose = recorded
-    return rounds
+    yield rounds
+    DFlashSpeculator.propose = propose
 
 
-def record_confidences() -> list[list[float]]:
+@contextlib.contextmanager
+def record_confidences() -> Iterator[list[Any]]:
     """Sigmoids [K] of the confidence head in every round of a single request, filled while the engine runs."""
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-    rounds: list[list[float]] = []
+    rounds: list[Any] = []
     sample = DSparkSpeculator._sample_sequential
 
     def recorded(self: Any, requests: int, hidden: Any) -> None:
@@ -102,7 +108,8 @@ def record_confidences() -> list[list[float]]:
         rounds.append(self.draft_token_confidence_probs[0].tolist())
 
     DSparkSpeculator._sample_sequential = recorded
-    return rounds
+    yield rounds
+    DSparkSpeculator._sample_sequential = sample
 
 
 def generate(job: dict[str, Any], speculative: Optional[dict[str, Any]],
@@ -151,22 +158,25 @@ def by_prompt(rounds: Optional[list[Any]]) -> Optional[list[list[Any]]]:
     return found[:-1]
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
+def needs_second(job: dict[str, Any]) -> bool:
+    """Whether this is for Model Runner V2: DSpark, hooks of its classes, and drafts that are sampled as ours are (V1
+    drafts greedily at any temperature)."""
+    speculative = job.get("speculative_config") or {}
+    sampled = bool(speculative) and bool(job.get("temperature"))
+    return speculative.get("method") == "dspark" or bool(job.get("record")) or sampled
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The report of one job."""
     speculative = job.get("speculative_config")
     if speculative and not job.get("temperature"):
         # Greedy output does not depend on how drafts are drawn, and greedy drafts need no sampling kernel.
         speculative["draft_sample_method"] = "greedy"
-    prepare((speculative or {}).get("method") == "dspark" or bool(job.get("record")))
-    mend_key_norm()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        mend_log1p()
-    # The engine may write to stdout; the report must stand alone there.
-    report_to = os.dup(1)
-    os.dup2(2, 1)
-    drafts = record_drafts() if job.get("record") else None
-    confidences = record_confidences() if job.get("confidence") else None
-    tokens, counters = generate(job, speculative, [rounds for rounds in (drafts, confidences) if rounds is not None])
+    with contextlib.ExitStack() as stack:
+        drafts = stack.enter_context(record_drafts()) if job.get("record") else None
+        confidences = stack.enter_context(record_confidences()) if job.get("confidence") else None
+        recorded = [rounds for rounds in (drafts, confidences) if rounds is not None]
+        tokens, counters = generate(job, speculative, recorded)
     rounds, accepted = counters.get("drafts", 0), counters.get("accepted_tokens", 0)
     report: dict[str, Any] = {
         "tokens": tokens, "rounds": rounds, "drafted": counters.get("draft_tokens", 0), "accepted": accepted,
@@ -177,7 +187,25 @@ def main() -> None:
     if job.get("alone"):
         report["alone"], _ = generate(job, None)
         report["greedy_equal"] = report["alone"] == tokens
-    os.write(report_to, (json.dumps(report) + "\n").encode())
+    return report
+
+
+def main() -> None:
+    jobs = json.load(sys.stdin)
+    second = needs_second(jobs[0])
+    assert all(needs_second(job) == second for job in jobs)
+    prepare(second)
+    mend_key_norm()
+    if second:
+        mend_log1p()
+    # The engine may write to stdout; the reports must stand alone there.
+    report_to = os.dup(1)
+    os.dup2(2, 1)
+    reports = []
+    for job in jobs:
+        reports.append(run(job))
+        gc.collect()  # the engine before
+    os.write(report_to, (json.dumps(reports) + "\n").encode())
 
 
 if __name__ == "__main__":
