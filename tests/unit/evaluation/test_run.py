@@ -17,7 +17,7 @@ from deepspec.evaluation.benchmarks import (
     Benchmark, Conversation, load_benchmark, run_conversations, split_domains, with_thinking,
 )
 from deepspec.evaluation.greedy import check_greedy
-from deepspec.evaluation.run import Material, Subject, evaluate
+from deepspec.evaluation.run import Material, Subject, evaluate, planned_answers
 from deepspec.evaluation.summary import Speed
 from deepspec.evaluation.values import load_values, paired_counts, save_values
 from deepspec.stages.evaluate import table
@@ -279,3 +279,18 @@ def test_speeds_add_up() -> None:
     ranks = Speed.together([Speed(10, 2.0, steps=3), Speed(30, 4.0, steps=5)])
     assert ranks.tokens_per_second == 10.0 and Speed().tokens_per_second is None
     assert Speed.pooled([ranks, Speed(20, 2.0)]).tokens_per_second == 10.0
+
+
+@pytest.mark.parametrize("estimators, modes, sizes", [
+    (["sampled"], ["none", "fixed"], [1, 2]), (["sampled", "analytic"], ["fixed"], []), (["analytic"], ["fixed"], []),
+])
+def test_progress_is_told_of_as_many_rows_as_it_expects(subject: Subject, tmp_path: Path, estimators: list[str],
+                                                        modes: list[str], sizes: list[int]) -> None:
+    """A bar that ends early or runs over has the time left wrong all along."""
+    options = EvaluateConfig(max_new_tokens=6, batch_size=2, batch_sizes=sizes, modes=modes, temperatures=[1.0, 0.0],
+                             estimators=estimators, bootstrap=20, check_greedy=0)
+    material = Material(benchmarks(tmp_path), untrained=tiny_drafter(subject.target, 9))
+    told: list[int] = []
+    evaluate(subject, material, options, seed=0, header=HEADER,
+             progress=lambda tokens, rows=1, note=None: told.append(rows))
+    assert sum(told) == planned_answers(material, options) > 0
