@@ -68,7 +68,6 @@ TRIED: dict[str, tuple[str, ...]] = {key: tuple(values) for key, *values in (
     ("drafter.confidence_with_markov", "false"), ("drafter.intermediate_size", "48"), ("drafter.sliding_window", "2"),
     ("objective.ce_weight", "0.5"), ("objective.tv_weight", "0.1"), ("objective.confidence_weight", "0.1"),
     ("objective.ce_labels", "target"), ("objective.decay", "1.0"), ("objective.confidence_detach", "true"),
-    ("objective.chunk_megabytes", "1"),
     ("trainer.seed", "9"), ("trainer.epochs", "9", "trainer.max_steps=null"), ("trainer.max_steps", "1"),
     ("trainer.global_batch_size", "6"), ("trainer.micro_batch_size", "1"), ("trainer.num_anchors", "3"),
     ("trainer.pack_tokens", "128"), ("trainer.pack_anchors", "9", "trainer.pack_tokens=128"),
@@ -90,7 +89,7 @@ TRIED: dict[str, tuple[str, ...]] = {key: tuple(values) for key, *values in (
     ("export.dtype", "bfloat16"), ("export.formats", "[deepspec,speculators]"),
 )}
 STEPS = ("drafter", "objective", "trainer", "optimizer", "run", "target")  # groups that a training step is tried for
-SAME_STEP = {"objective.chunk_megabytes", "trainer.activation_checkpointing"}  # exact: only the plan may change
+SAME_STEP = {"trainer.activation_checkpointing"}  # exact: only the plan may change
 
 
 def is_group(kind: Any) -> bool:
@@ -186,7 +185,7 @@ def step(config: Config, run_dir: Path) -> str:
     config = replace(config, run=replace(config.run, dir=str(run_dir)))
     shape = shape_from(spec_of(config), config.target, config.drafter)
     torch.manual_seed(0)
-    drafter = build_drafter(shape, shared_weights(),
+    drafter = build_drafter(shape, shared_weights(), confidence_detach=config.objective.confidence_detach,
                             activation_checkpointing=config.trainer.activation_checkpointing)
     seed = config.run.seed if config.trainer.seed is None else config.trainer.seed
     packer = Packer(TinySource(), shape, config.trainer, config.objective, seed=seed)
