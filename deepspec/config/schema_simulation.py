@@ -27,7 +27,8 @@ class ProfileConfig:
 class SchedulerConfig:
     """How much is verified, where evaluation or simulation decode with a schedule (Algorithm 1, Sec. 5.2)."""
 
-    min_gain: float = 0.01  # predicted share of throughput below which drafting is not worth it
+    # predicted share of throughput below which drafting is not worth it; profiles are hardly ever surer than this
+    min_gain: float = 0.03
     max_verify: Optional[int] = None  # most draft tokens of one request in one step; null: the whole block
     # Promised to every request; no draft token is verified that would take a slower one further below it. 0: nothing.
     min_tokens_per_second_per_user: float = 0.0
