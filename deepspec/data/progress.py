@@ -8,8 +8,6 @@ from typing import Optional, Protocol
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from deepspec import distributed
-
 log = logging.getLogger(__name__)
 
 _LINE_SECONDS = 60.0
@@ -30,6 +28,8 @@ class Progress:
 
     def __init__(self, name: str, total: Optional[int], unit: str = "rows", *, done: int = 0) -> None:
         self._name, self._unit, self._total, self._before = name, unit, total, done
+        from deepspec import distributed  # here: torch is not needed to read prompts until something is counted
+
         self._quiet = distributed.rank() != 0
         # A bar is for terminals: in a file every one of its states would stay, behind carriage returns.
         self._bar = tqdm(total=total, initial=done, desc=name, unit=unit, disable=True if self._quiet else None,
