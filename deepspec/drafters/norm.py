@@ -38,7 +38,7 @@ class _Normalise(torch.autograd.Function):
         width = states.shape[-1]
         normed, grad, wide_weight = exact(states) * scale, exact(grad), exact(weight)
         product = grad * normed
-        grad_weight = product.view(-1, width).sum(dim=0)
+        grad_weight = product.reshape(-1, width).sum(dim=0)  # as many key heads as query heads: a transposed gradient
         mean = (product @ wide_weight).div_(width)[..., None]  # of the gradient along the row itself
         grad_states = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
         return grad_states.to(states.dtype), grad_weight.to(weight.dtype), None

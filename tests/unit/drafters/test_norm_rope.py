@@ -47,3 +47,15 @@ def test_rotation_is_the_complex_one_and_its_gradient_turns_back() -> None:
     assert gradcheck(lambda states: rotate(states, table), (states,))
     half = states.detach().bfloat16()
     assert rotate(half, table).dtype == torch.bfloat16
+
+
+def test_the_norms_gradient_takes_any_layout() -> None:
+    """As attention with as many key heads as query heads hands it back: transposed, not to be viewed as rows."""
+    norm = RMSNorm(8, 1e-6)
+    states = torch.randn(3, 5, 2, 8, requires_grad=True)
+    upstream = torch.randn(3, 2, 5, 8).transpose(1, 2)
+    norm(states).backward(upstream)
+    found = states.grad.clone(), norm.weight.grad.clone()
+    states.grad = norm.weight.grad = None
+    norm(states).backward(upstream.contiguous())
+    assert torch.equal(found[0], states.grad) and torch.allclose(found[1], norm.weight.grad)
