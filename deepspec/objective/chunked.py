@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspec.drafters.precision import accumulates_natively, exact_dtype
+from deepspec.drafters.precision import exact_dtype
 from deepspec.objective.plan import SlotPlan
+from deepspec.objective.products import project, pull_back
 from deepspec.objective.rows import over_rows, workers_of
 
 TILE_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}  # of the element-wise part: stays in the cache on a CPU
 LOG2_E = math.log2(math.e)  # exp2 of a scaled number is three times as fast as exp on some CPUs
 NEVER = -1e30  # logit of a token that is never proposed: its probability is 0, its products with 0 are
-SLAB_ROWS = 8192  # rows of a half-precision weight that are widened at a time on the CPU
 
 
 @dataclass(frozen=True)
@@ -40,43 +40,6 @@ class LossInputs:
     budget: int  # bytes for the logits of one chunk
     differentiate: bool
     unknown: Optional[Tensor] = None  # [V] bool: tokens that the drafter never proposes
-
-
-def _slabs(weight: Tensor, exact: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """``weight`` [V, *] in the exact dtype, whole where it has that dtype, else a few rows at a time."""
-    if weight.dtype == exact:
-        yield slice(None), weight
-        return
-    for first in range(0, len(weight), SLAB_ROWS):
-        rows = slice(first, min(first + SLAB_ROWS, len(weight)))
-        yield rows, weight[rows].to(exact)
-
-
-def _project(rows: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """``out`` [m, V] = (or +=) ``rows`` [m, d] @ ``weight`` [V, d]^T, in out's dtype."""
-    if accumulates_natively(weight):
-        rows = rows.to(weight.dtype)
-        if accumulate:
-            torch.addmm(out, rows, weight.t(), out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
-        return
-    rows = rows.to(out.dtype)
-    for columns, slab in _slabs(weight, out.dtype):
-        if accumulate:
-            out[:, columns].addmm_(rows, slab.t())
-        else:
-            torch.mm(rows, slab.t(), out=out[:, columns])
-
-
-def _pull_back(grads: Tensor, weight: Tensor) -> Tensor:
-    """``grads`` [m, V] @ ``weight`` [V, d] in the dtype of ``grads``."""
-    if accumulates_natively(weight):
-        return torch.mm(grads.to(weight.dtype), weight, out_dtype=grads.dtype)
-    total = grads.new_zeros(len(grads), weight.shape[1])
-    for columns, slab in _slabs(weight, grads.dtype):
-        total.addmm_(grads[:, columns], slab)
-    return total
 
 
 def _chunks(inputs: LossInputs, vocab: int, item: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -169,7 +132,7 @@ class ChunkedPass:
         """
         inputs, plan = self.inputs, self.inputs.plan
         drafter_rows, target_rows = self.hidden[plan.slots[slots]], inputs.last_hidden[plan.rows[rows]]
-        _project(torch.cat((drafter_rows.to(self.exact), target_rows.to(self.exact))), inputs.lm_head, both)
+        project(torch.cat((drafter_rows.to(self.exact), target_rows.to(self.exact))), inputs.lm_head, both)
         if inputs.softcap is not None:
             self.cap(both, slope, inputs.softcap)
         if inputs.unknown is not None:
@@ -178,9 +141,9 @@ class ChunkedPass:
         if self.transitions is None or self.factor is None:
             return
         if len(bias):
-            _project(self.transitions[groups], self.factor, bias)
+            project(self.transitions[groups], self.factor, bias)
         else:
-            _project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
+            project(self.transitions[slots], self.factor, both[:len(drafter_rows)], accumulate=True)
 
     def scratch_rows(self, most: int) -> int:
         """Rows, at most ``most``, that a worker of the element-wise part has in hand at a time."""
@@ -257,11 +220,11 @@ class ChunkedPass:
                 # The chunk's biases are used up: their buffer takes the gradient by each of them.
                 local = plan.group_of[slots] - plan.group_of[slots.start]
                 grads = bias.zero_().index_add_(0, local, draft)
-            self.grad_transitions[groups] += _pull_back(grads, self.factor)
+            self.grad_transitions[groups] += pull_back(grads, self.factor)
             self.grad_factor.addmm_(grads.t(), self.transitions[groups].to(self.exact))
         if len(slope):
             draft.mul_(slope)
-        self.grad_hidden[plan.slots[slots]] = _pull_back(draft, self.inputs.lm_head)
+        self.grad_hidden[plan.slots[slots]] = pull_back(draft, self.inputs.lm_head)
 
 
 def _weighted(losses: Tensor, scales: Tensor) -> Tensor:

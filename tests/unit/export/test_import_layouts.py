@@ -64,7 +64,7 @@ def rewritten(folder: Path, place: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("layout, changes, says", [
     ("speculators", {"speculators_model_type": "mtp"}, "type 'mtp'"),
-    ("speculators", {"draft_vocab_size": 64}, "reduced draft vocabulary of 64"),
+    ("speculators", {"draft_vocab_size": 64}, "no draft tokens are named by a d2t tensor"),
     ("speculators", {"aux_hidden_state_layer_ids": [0, 3]}, "count from 1"),
     ("speculators", {"mask_token_id": None}, "no key 'mask_token_id'"),
     ("specforge", {"sample_from_anchor": False}, "always predict on the anchor slot"),

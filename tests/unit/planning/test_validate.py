@@ -29,7 +29,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("target.shape.num_kv_heads", 3, "a divisor of"),
     ("drafter.block_size", 1, "at least 2"), ("drafter.head", "vanila", "Did you mean 'vanilla'"),
     ("drafter.markov_rank", 0, "at least 1"), ("drafter.num_layers", 0, "at least 1"),
-    ("drafter.algorithm", "dflash", "has no heads"), ("drafter.algorithm", "eagle", "dspark, dflash"),
+    ("drafter.algorithm", "dflash", "has no heads"), ("drafter.algorithm", "eagle", "one of dspark"),
     ("objective.ce_weight", -0.1, "at least 0"), ("objective.decay", 0.0, "above 0"),
     ("objective.tv_weight", float("nan"), "finite"), ("objective.implementation", "fused", "auto, eager, chunked"),
     ("data.held_out_fraction", 1.0, "below 1"), ("data.max_length", 1, "at least 2"),
@@ -110,18 +110,22 @@ def test_compiled_layers_need_whole_parameters(composed: Callable[..., Config]) 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("algorithm", ["dflash", "eagle3", "mtp"])
 def test_the_drafter_is_the_only_difference(composed: Callable[..., Config], experiment: str, algorithm: str) -> None:
-    config = composed(f"+experiment={experiment}", f"drafter={algorithm}")
+    served = algorithm == "mtp" and composed(f"+experiment={experiment}").features.mode == "server"
+    config = composed(f"+experiment={experiment}", f"drafter={algorithm}", *["features=cached"] * served)
     validate(config)
     assert config.drafter.algorithm == algorithm
     layers, last = config.target.feature_layers, config.target.shape.num_layers - 1
-    assert layers == [last] if algorithm == "mtp" else last not in layers
+    if algorithm == "mtp":
+        assert layers == [last]
+    else:  # DeepSeek-V4's own drafters read its last layers; engines of other families cannot capture the last one
+        assert (last in layers) == experiment.startswith("deepseek_v4")
 
 
 @pytest.mark.parametrize("overrides, said", [
     (("drafter=mtp", "target.feature_layers=[1,4]"), r"it must be \[7\]"),
     (("drafter=eagle3", "target.feature_layers=[1,7]"), "without the last layer 7"),
     (("drafter=eagle3", "drafter.sample_from_anchor=false"), "must be true with drafter.algorithm=eagle3"),
-    (("drafter=eagle3", "drafter.sliding_window=64"), "sees its whole context"),
+    (("drafter=eagle3", "drafter.sliding_window=64"), "chooses its context itself"),
     (("drafter=eagle3", "drafter.head=vanilla"), "has no heads"),
     (("drafter=eagle3", "drafter.unroll=0"), "at least 1"), (("drafter.unroll=3",), "drafts a block in one pass"),
     (("drafter=mtp", "export.formats=[deepspec,speculators]"), "made of deepspec with"),
