@@ -131,7 +131,7 @@ def predict(config: Config, case: dict[str, Any]) -> dict[str, int]:
     found = rank_bytes(config, parameters, packs, case["stage"], case["ranks"])
     # Main memory is the device of a CPU, so that what is offloaded counts, too.
     return {**{name: getattr(found.state, name) for name in ("parameters", "gradients", "optimizer")},
-            **vars(found.step), "collectives": found.collectives, "update": found.update,
+            **vars(found.step), **{name: getattr(found, name) for name in ("gathered", "collectives", "update")},
             "sum": found.peak + found.host}
 
 

@@ -23,7 +23,8 @@ class RankBytes:
 
     state: StateBytes
     step: StepBytes
-    collectives: int  # buckets of gradients, and parameters that ZeRO-3 gathers
+    gathered: int  # whole parameters that ZeRO-3 keeps from the forward pass to the end of the backward one
+    collectives: int  # buckets of gradients
     update: int  # temporaries of the optimizer's step
     host: int
 
@@ -31,7 +32,7 @@ class RankBytes:
     def peak(self) -> int:
         """Of the device. Objective, collectives and update are never there together."""
         step = self.step
-        working = max(step.activations + max(step.objective, self.collectives), self.update)
+        working = max(step.activations + self.gathered + max(step.objective, self.collectives), self.update)
         return self.state.total - self.host + step.frozen + step.target + step.batch + working
 
 
@@ -42,8 +43,13 @@ def collective_bytes(trainable: int, precision: str, zero_stage: int, ranks: int
         return trainable * 4 if ranks > 1 else 0  # DeepSpeed flattens up to 500 million gradients into one tensor
     bucket = min(BUCKET_ELEMENTS, trainable)
     between = 4 * bucket if ranks > 1 and width == 2 else 0
-    gathered = min(GATHERED_ELEMENTS, trainable) * width if zero_stage == 3 and ranks > 1 else 0
-    return bucket * width + between + gathered
+    return bucket * width + between
+
+
+def gathered_bytes(trainable: int, precision: str, zero_stage: int, ranks: int) -> int:
+    """Parameters that ZeRO-3 holds whole while a step lasts."""
+    held = min(GATHERED_ELEMENTS, trainable) if zero_stage == 3 and ranks > 1 else 0
+    return held * (2 if precision == "bf16" else 4)
 
 
 def update_bytes(trainable: int, zero_stage: int, ranks: int) -> int:
@@ -70,6 +76,7 @@ def rank_bytes(config: Config, parameters: ParameterCount, packs: PackPlan, zero
     host = state.optimizer + state.gradients if "optimizer" in away else 0
     host += state.parameters if "param" in away and zero_stage == 3 else 0
     return RankBytes(state, step_bytes(config, parameters, packs),
+                     gathered_bytes(parameters.trainable, precision, zero_stage, ranks),
                      collective_bytes(parameters.trainable, precision, zero_stage, ranks),
                      0 if "optimizer" in away else update_bytes(parameters.trainable, zero_stage, ranks), host)
 

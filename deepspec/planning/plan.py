@@ -49,7 +49,8 @@ def _memory(plan: Plan) -> list[str]:
         lines.append(f"  {stage}     " + "".join(f"{text:>44}" for text in texts))
     step, rank = plan.step, plan.rank
     fixed = f"frozen weights {size(step.frozen)}" if step.frozen else f"whole target {size(step.target)}"
-    lines.append(f"  besides: {fixed}, batch {size(step.batch)}, activations {size(step.activations)} and either "
+    lines.append(f"  besides: {fixed}, batch {size(step.batch)}, activations {size(step.activations)}"
+                 + (f", gathered parameters {size(rank.gathered)}" if rank.gathered else "") + " and either "
                  f"objective {size(step.objective)} or collectives {size(rank.collectives)}; at the update "
                  f"{size(rank.update)}")
     return lines + _fits(plan)

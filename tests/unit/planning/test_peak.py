@@ -83,7 +83,9 @@ def test_collectives_by_stage() -> None:
     assert peak.collective_bytes(one, "fp32", 0, 1) == 0 and peak.collective_bytes(one, "fp32", 0, 2) == 4 * one
     assert peak.collective_bytes(large, "bf16", 1, 1) == 2 * peak.BUCKET_ELEMENTS
     assert peak.collective_bytes(large, "bf16", 2, 8) == 6 * peak.BUCKET_ELEMENTS, "reduced in fp32"
-    assert peak.collective_bytes(large, "bf16", 3, 8) - peak.collective_bytes(large, "bf16", 2, 8) == 2 * large
+    assert peak.collective_bytes(large, "bf16", 3, 8) == peak.collective_bytes(large, "bf16", 2, 8)
+    assert peak.gathered_bytes(large, "bf16", 3, 8) == 2 * large
+    assert peak.gathered_bytes(large, "bf16", 2, 8) == peak.gathered_bytes(large, "fp32", 3, 1) == 0
 
 
 def test_objective_and_collectives_are_never_there_together(composed: Callable[..., Config]) -> None:
@@ -144,4 +146,5 @@ def test_every_zero_stage_has_a_line_with_what_fits(composed: Callable[..., Conf
 
 def test_a_rank_is_described_by_fields_that_are_bytes() -> None:
     """``predict`` of the benchmark adds them up."""
-    assert {field.name for field in fields(peak.RankBytes)} == {"state", "step", "collectives", "update", "host"}
+    assert {field.name for field in fields(peak.RankBytes)} == {
+        "state", "step", "gathered", "collectives", "update", "host"}
