@@ -11,12 +11,14 @@ from typing import Any, Mapping, Optional
 
 from deepspec.evaluation.sandbox import passes
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{(-?\d+)\}\s*\{(\d+)\}")
-_MARK = re.compile(r"(?:####|(?:final\s+)?answer\s*(?:is|:)?)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:\s*/\s*\d+)?")
+_FRACTION = re.compile(r"(-?)\s*\\[dt]?frac\s*\{(-?\d+)\}\s*\{(\d+)\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|rm)?|mathrm|mathbf)\s*\{([^{}]*)\}")
+_MARK = re.compile(r"(?:####|(?:final\s+)?answer\s*(?:is)?\s*:?)\s*", re.IGNORECASE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _THOUGHT = "</think>"
 _TOLERANCE = Fraction(1, 10 ** 6)  # relative, of numbers that are written as decimals
+_LONGEST = 400  # characters of a number: a digit repeated for ever is none, and Python refuses to read it
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,13 @@ def task_of(row: Mapping[str, Any]) -> Optional[Task]:
 def to_number(text: str) -> Optional[Fraction]:
     """The number that ``text`` is, with thousands separators, as fraction, as LaTeX fraction; None for anything else.
     """
+    if len(text) > _LONGEST:
+        return None
     bare = text.strip().strip("$").strip().rstrip(".").replace("\\$", "").replace("\\%", "").strip("$% ")
     latex = _FRACTION.fullmatch(bare)
     if latex:
-        return Fraction(int(latex[1]), int(latex[2])) if int(latex[2]) else None
+        value = Fraction(int(latex[2]), int(latex[3])) if int(latex[3]) else None
+        return value if value is None or not latex[1] else -value
     if not _NUMBER.fullmatch(bare):
         return None
     top, _, bottom = bare.replace(",", "").partition("/")
@@ -90,7 +95,7 @@ def final_answer(text: str) -> str:
     text = text.rpartition(_THOUGHT)[2]
     box = _boxed(text)
     if box is not None:
-        return box.strip()
+        return _TEXT.sub(r"\1", box).strip()
     marks = list(_MARK.finditer(text))
     if marks:
         rest = text[marks[-1].end():].strip()

@@ -46,10 +46,10 @@ def reasons(conversations: Iterable[Conversation]) -> dict[str, bool]:
 
 
 def _split(names: Sequence[str], modes: Mapping[str, bool]) -> dict[str, list[int]]:
-    """Places of conversations with reasoning on and off, if there are both."""
+    """Places of conversations with reasoning on and off. A rank or a benchmark may have one kind only."""
     found = {label: [place for place, name in enumerate(names) if modes.get(name) is value]
              for label, value in (("on", True), ("off", False))}
-    return found if all(found.values()) else {}
+    return {label: places for label, places in found.items() if places}
 
 
 def of_results(results: Sequence[DecodeResult], length: int, edges: Sequence[int],
@@ -84,7 +84,9 @@ def together(parts: Iterable[Slices]) -> Slices:
 
 
 def described(slices: Slices, resamples: int, seed: int) -> dict[str, Any]:
-    """``by_context_length`` and ``by_thinking`` of a setting of evaluation.json, where there is something to tell."""
+    """``by_context_length`` and ``by_thinking`` of a setting of evaluation.json, where there is something to tell:
+    reasoning is told apart only where there are both kinds."""
+
     def entry(counts: AcceptanceCounts) -> dict[str, Any]:
         values = summary(counts)
         interval: Optional[list[float]] = acceptance_length_interval(counts, resamples, seed)
@@ -95,4 +97,4 @@ def described(slices: Slices, resamples: int, seed: int) -> dict[str, Any]:
         return (int(start), name) if start.isdigit() else (0, name)
 
     return {f"by_{kind}": {name: entry(values[name]) for name in sorted(values, key=order)}
-            for kind, values in slices.items() if values}
+            for kind, values in slices.items() if len(values) > (kind == THINKING)}

@@ -95,8 +95,9 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
     for name in ("ema_decay", "early_stopping_patience"):
         if values["trainer"][name] is not None:
             trainer[name] = values["trainer"][name]
-    if config.trainer.early_stopping_threshold:
-        trainer["early_stopping_threshold"] = config.trainer.early_stopping_threshold
+    if config.trainer.early_stopping_patience is not None:  # with it, what is validated decides where training ends
+        trainer |= {name: values["trainer"][name] for name in (
+            "early_stopping_threshold", "validate_every", "decode_every", "validation_samples")}
     if config.export.checkpoint != "latest" and stage in _OF_ONE_CHECKPOINT:
         keys[stage] = keys[stage] | {"checkpoint": config.export.checkpoint}
     if config.export.weights != "trained" and stage in _OF_ONE_CHECKPOINT:
@@ -141,7 +142,7 @@ _NEEDS = {
     "prompts": (), "responses": ("prompts",), "features": ("responses",), "train": ("responses", "features"),
     "confidence": ("train", "responses"), "calibrate": ("train", "confidence"), "profile": ("train",),
     "evaluate": ("train", "confidence", "calibrate", "profile"),
-    "simulate": ("train", "confidence", "calibrate", "profile"),
+    "simulate": ("train", "confidence", "calibrate", "profile", "evaluate"),
     "export": ("train", "confidence", "calibrate", "profile", "evaluate"),
     "report": ("train", "confidence", "calibrate", "profile", "evaluate", "simulate", "export"),
 }

@@ -43,7 +43,15 @@ def test_reasoning_is_told_apart_only_where_there_are_both_kinds() -> None:
     both = [answer("a/x#0", 4, [3]), answer("a/y#0", 4, [0, 0]), answer("a/z#0", 4, [1])]
     found = of_results(both, 3, [8], modes)["thinking"]
     assert {name: int(one.rounds.sum()) for name, one in found.items()} == {"on": 1, "off": 2}
-    assert of_results(both[:1], 3, [8], modes)["thinking"] == {}
+    assert "by_thinking" not in described(of_results(both[:1], 3, [8], modes), 0, 0)
+
+
+def test_reasoning_is_told_apart_where_ranks_have_one_kind_each() -> None:
+    modes = {"a/x": True, "a/y": False, "a/w": True}
+    parts = [of_results([answer("a/x#0", 4, [3])], 3, [8], modes),
+             of_results([answer("a/y#0", 4, [0, 0]), answer("a/w#0", 4, [1])], 3, [8], modes)]
+    values = described(together(parts), 0, 0)["by_thinking"]
+    assert {name: (one["rounds"], one["accepted"]) for name, one in values.items()} == {"on": (2, 4), "off": (2, 0)}
 
 
 def test_ranks_and_benchmarks_are_pooled_and_described_in_order() -> None:

@@ -35,6 +35,13 @@ from deepspec.report.scores import score_table
     ("Therefore:\nYes.", "Yes", True),
     ("The answer is No, because", "Yes", False),
     ("The answer is No, because", "No", True),
+    ("The answer is .5", "0.5", True),
+    ("The answer is .5", "5", False),
+    ("so \\boxed{-\\frac{1}{2}}", "-0.5", True),
+    ("so \\boxed{-\\frac{1}{2}}", "2", False),
+    ("so \\boxed{\\text{Yes}}", "Yes", True),
+    ("The answer is:\n12", "12", True),
+    ("The answer is " + "1" * 5000, "1", False),  # more digits than Python turns into a number
 ])
 def test_answers(text: str, answer: str, right: bool) -> None:
     assert solves(Task(answer=answer), text) is right
@@ -56,6 +63,8 @@ HUMAN_EVAL = {"prompt": "Write add.", "entry_point": "add", "code_prompt": "def 
     ("    return a + b\n", True),  # the body alone, as HumanEval's prompts invite
     ("```python\ndef add(a, b):\n    return a +", False),
     ("```python\nimport sys\nsys.exit(1)\n```", False),
+    ("```python\ndef add(a, b):\n    return 0\nimport sys\nsys.exit(0)\n```", False),  # before its tests
+    ("```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```", False),
     ("```python\ndef add(a, b):\n    while True: pass\n```", False),
 ])
 def test_code_is_run_against_its_tests(text: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,23 @@ def test_another_best_checkpoint_is_another_result_of_training(config: Config) -
     assert len({before, after, pipeline.fingerprint(config, "evaluate")}) == 3
 
 
+def test_validations_decide_training_only_where_they_may_end_it(config: Config) -> None:
+    without = pipeline.fingerprint(config, "train")
+    config.trainer.validate_every += 3
+    assert pipeline.fingerprint(config, "train") == without
+    config.trainer.early_stopping_patience = 2
+    before = pipeline.fingerprint(config, "train")
+    config.trainer.validate_every += 3
+    assert len({without, before, pipeline.fingerprint(config, "train")}) == 3
+
+
+def test_another_evaluation_is_simulated_again(config: Config) -> None:
+    """The simulation stands beside the evaluation's figures."""
+    before = pipeline.fingerprint(config, "simulate")
+    artifacts.atomic_write_json(pipeline.run_dir(config) / "evaluation.json", {"settings": {}})
+    assert pipeline.fingerprint(config, "simulate") != before
+
+
 def test_a_full_disk_does_not_hide_the_first_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(config: Config, stage: str, **values: object) -> None:
         if values["status"] == "failed":
