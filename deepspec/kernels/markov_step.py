@@ -166,9 +166,10 @@ def greedy_step(logits: Tensor, table: Tensor, rows: Tensor, factor: Tensor, lim
 
 
 def greedy_transition(logits: Tensor, transition: Tensor, factor: Tensor, limit: int) -> Tensor:
-    """``greedy_step`` with the transitions [R, r] of the requests themselves."""
+    """``greedy_step`` with the transitions [R, r] of the requests themselves, in the dtype of W_2 as ``bias`` has them.
+    """
     rows = torch.arange(len(transition), device=transition.device)
-    return greedy_step(logits, transition.contiguous(), rows, factor, limit)
+    return greedy_step(logits, transition.to(factor.dtype).contiguous(), rows, factor, limit)
 
 
 def sample_step(

@@ -62,8 +62,8 @@ def _untrained(config: Config, session: RunSession) -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(training_seed(config))
         fresh = build_drafter(session.drafter.shape, session.shared)
-    parameter = next(session.drafter.parameters())
-    return fresh.to(parameter.device, parameter.dtype).eval().requires_grad_(False)
+    device = next(session.drafter.parameters()).device
+    return fresh.to(device).cast(session.drafter.dtype).eval().requires_grad_(False)
 
 
 def _thinking(config: Config) -> list[Thinking]:

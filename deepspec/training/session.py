@@ -62,7 +62,7 @@ def load_run(config: Config, *, checkpoint_dir: Optional[Path] = None) -> RunSes
     weights = config.export.weights
     drafter = checkpoint.load_drafter(found, shared, weights)
     if target.dtype == torch.bfloat16:
-        drafter = drafter.to(torch.bfloat16)
+        drafter = drafter.cast(torch.bfloat16)
     drafter.requires_grad_(False)
     sha256 = checkpoint.drafter_sha256(found, weights)
     return RunSession(target, drafter, found, shared, sha256, saved.step, weights)

@@ -57,6 +57,19 @@ def test_greedy_takes_the_token_of_the_steps_apart(
 
 
 @torch.no_grad()
+def test_transitions_take_the_dtype_of_the_output_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One half of the DeepSeek-V4 style head is float32 beside bfloat16; a GPU multiplies operands of one dtype."""
+    head, logits, previous = head_and_logits(3, 97, 6, torch.float32)
+    transition, factor, seen = head.embed(previous).bfloat16(), head.output_factor(), []
+    blocks = markov_step._blocks
+    monkeypatch.setattr(markov_step, "_blocks", lambda logits, table, rows, factor, *more: seen.append(
+        (table.dtype, factor.dtype)) or blocks(logits, table, rows, factor, *more))
+    found = greedy_transition(logits, transition, factor, 97)
+    assert seen == [(torch.float32, torch.float32)]
+    assert torch.equal(found, (logits + head.bias(transition.float())).argmax(dim=-1))
+
+
+@torch.no_grad()
 def test_greedy_never_proposes_a_padded_id_and_prefers_the_lowest_of_equals() -> None:
     table, factor = torch.zeros(4, 3, device=DEVICE), torch.zeros(600, 3, device=DEVICE)
     logits = torch.zeros(2, 600, device=DEVICE)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_training import V4_SHAPE, TinySource, shared_weights, tiny_config, tiny_trainer
 
 from deepspec.tracking import Tracker
-from deepspec.training import checkpoint
+from deepspec.training import checkpoint, session
 from deepspec.training.trainer import DrafterTrainer
 from deepspec.training.validate import make_validator
 
@@ -151,3 +152,19 @@ def test_another_rate_is_another_run(tmp_path: Path) -> None:
     assert one != other
     plain = run_identity(config, replace(V4_SHAPE, v4=None), target="t", data="d")
     assert "drafter.router_bias_rate" not in plain
+
+
+def test_later_stages_keep_in_float32_what_is_served_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path, max_steps=1)
+    made.run()
+    shared, fingerprint = shared_weights(), made.identity["target_fingerprint"]
+    target = SimpleNamespace(
+        embed_weight=shared.embed.bfloat16(), lm_head_weight=shared.lm_head.bfloat16(), tokenizer_size=None,
+        fingerprint=fingerprint, dtype=torch.bfloat16, spec=None)
+    monkeypatch.setattr(session, "load_target", lambda *_arguments, **_options: target)
+    monkeypatch.setattr(session, "shape_from", lambda *_arguments: V4_SHAPE)
+    drafter = session.load_run(made.config).drafter
+    stored, found = weights(tmp_path, 1), drafter.tensors()
+    assert drafter.dtype == torch.bfloat16
+    for name in ("layers.0.attn.attn_sink", "layers.0.hc_attn_fn", "markov_head.markov_w2.weight"):
+        assert torch.equal(found[name], stored[name]), name
