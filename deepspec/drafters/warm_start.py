@@ -9,15 +9,30 @@ from torch import Tensor, nn
 from deepspec.drafters.autoregressive import AutoregressiveDrafter
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark import DSparkDrafter
+from deepspec.drafters.types import DrafterShape
 from deepspec.drafters.v4.drafter import V4Drafter
 from deepspec.drafters.v4.warm_start import warm_start_stages
 
 logger = logging.getLogger(__name__)
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # side by side (Phi-3)
 
 
-def _copy_layer(layer: nn.Module, source: nn.Module) -> tuple[int, list[str]]:
+def _parts_of(source: nn.Module, heads: DrafterShape) -> dict[str, Tensor]:
+    """Tensors of a target's layer by name, the parts of fused projections among them where heads are like ``heads``."""
+    found: dict[str, Tensor] = dict(source.named_parameters())
+    keys = heads.num_kv_heads * heads.head_dim
+    queries = heads.num_heads * heads.head_dim
+    for name, tensor in list(found.items()):
+        fused = name.split(".")[-2] if "." in name else ""
+        rows = [queries, keys, keys] if fused == "qkv_proj" else [len(tensor) // 2] * 2
+        if fused in _FUSED and sum(rows) == len(tensor):
+            parts = (name.replace(fused, part) for part in _FUSED[fused])
+            found |= dict(zip(parts, tensor.split(rows), strict=True))
+    return found
+
+
+def _copy_layer(layer: nn.Module, theirs: dict[str, Tensor]) -> tuple[int, list[str]]:
     """Copy what the two layers share by name and shape; returns how many tensors, and the names that stayed."""
-    theirs = dict(source.named_parameters())
     copied, kept = 0, []
     for name, parameter in layer.named_parameters():
         if name in theirs and theirs[name].shape == parameter.shape:
@@ -48,8 +63,8 @@ def warm_start(drafter: Drafter, target_layers: Sequence[nn.Module], final_norm:
 
 def _recurrent(drafter: AutoregressiveDrafter, source: nn.Module, final_norm: Optional[Tensor]) -> int:
     """The one layer from the target's last; where a matrix also reads the embedding, that half keeps its values."""
-    count, kept = _copy_layer(drafter.layer, source)
-    own, theirs = dict(drafter.named_parameters()), dict(source.named_parameters())
+    own, theirs = dict(drafter.named_parameters()), _parts_of(source, drafter.shape)
+    count, kept = _copy_layer(drafter.layer, theirs)
     width = drafter.shape.hidden_size
     if drafter.shape.algorithm == "mtp":
         prefix = "model.mtp_layers.0."
@@ -83,7 +98,7 @@ def _blocks(drafter: DSparkDrafter, target_layers: Sequence[nn.Module], final_no
     count = 0
     sources = list(target_layers)[-len(drafter.layers):]
     for index, (layer, source) in enumerate(zip(list(drafter.layers)[-len(sources):], sources, strict=True)):
-        copied, kept = _copy_layer(layer, source)
+        copied, kept = _copy_layer(layer, _parts_of(source, drafter.shape))
         count += copied
         if kept:
             logger.info("warm start: layer %d keeps its initial %s", index, ", ".join(kept))

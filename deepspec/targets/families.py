@@ -39,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 2 and 3, SmolLM2"),
     "mistral": Family("Mistral"),
     "olmo2": Family("OLMo 2"),
+    "phi3": Family("Phi-3 and Phi-4"),
     "qwen2": Family("Qwen2.5"),
     "qwen3": Family("Qwen3"),
     "qwen3_5": Family("Qwen3.5", packed=False),  # the state of linear attention runs on from token to token

@@ -24,6 +24,7 @@ from deepspec.targets.families import family_of
 from deepspec.targets.identity import hash_config, hash_tensor
 from deepspec.targets.options import check_layers, check_mask
 from deepspec.targets.passes import PackedPass, Pass, RowPass, RowsOfTokens
+from deepspec.targets.rope import keep_one_table
 from deepspec.targets.sink import FeatureSink
 from deepspec.targets.spec import TargetSpec
 from deepspec.targets.tensor_files import TensorFiles, fingerprint_of_files, stored_names
@@ -53,6 +54,7 @@ class FrozenTarget:
         self._files = files
         self._model.eval().requires_grad_(False)
         self._decoder: Any = self._model.get_decoder()
+        keep_one_table(self._decoder)
         self.name = name
         self.tokenizer = tokenizer
         self.layers: nn.ModuleList = self._decoder.layers

@@ -91,18 +91,21 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     """RoPE parameters of the full-attention layers: some models keep one dictionary per layer type.
 
     A drafter turns its whole heads: what a target says about turning a part of its own (``partial_rotary_factor``,
-    type ``proportional``) or about images (``mrope_*``) is left out.
+    type ``proportional``, longrope's factors for that part) or about images (``mrope_*``) is left out.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     for kind in ("full_attention", "main"):
         if isinstance(parameters.get(kind), dict):
             parameters = dict(parameters[kind])
             break
-    for key in [key for key in parameters if key == "partial_rotary_factor" or key.startswith("mrope_")]:
+    turned = float(parameters.pop("partial_rotary_factor", None) or 1.0)
+    for key in [key for key in parameters if key.startswith("mrope_")]:
         del parameters[key]
     if "rope_theta" not in parameters and getattr(config, "rope_theta", None) is not None:
         parameters["rope_theta"] = config.rope_theta
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if parameters["rope_type"] == "longrope" and turned != 1.0:  # one factor per turned pair: too few for whole heads
+        return {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10000.0)}
     if parameters["rope_type"] == "proportional":
         parameters["rope_type"] = "default"
     return parameters

@@ -223,7 +223,7 @@ def test_one_layer_whatever_the_experiment_says() -> None:
     ({"layers": [1], "algorithm": "mtp"}, r"target.feature_layers=\[5\]"),
     ({"layers": [1], "algorithm": "eagle3", "head": "vanilla"}, "neither sequential nor confidence head"),
     ({"layers": [1], "algorithm": "eagle3", "sample_from_anchor": False}, "from the anchor on"),
-    ({"layers": [1], "algorithm": "eagle3", "sliding_window": 8}, "whole context"),
+    ({"layers": [1], "algorithm": "eagle3", "sliding_window": 8}, "chooses its context itself"),
 ])
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -166,3 +166,24 @@ def test_warm_start_copies_the_last_layers(family: str) -> None:
     assert torch.equal(fresh.fc(features), features[:, 32:])
     assert fresh.norm.weight.unique().tolist() == [1.5]
     assert model.shape == fresh.shape
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_warm_start_takes_fused_projections_apart(kv_heads: int) -> None:
+    """Phi-3's; where keys have other heads than the drafter's, what is fused with them stays as it was."""
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
+
+    config = Phi3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                        num_key_value_heads=kv_heads, vocab_size=61)
+    layers = [Phi3DecoderLayer(config, index) for index in range(2)]
+    fresh = build_drafter(SHAPE, shared_weights(SHAPE))
+    before = fresh.layers[1].self_attn.v_proj.weight.clone()
+    fits = kv_heads == SHAPE.num_kv_heads
+    assert warm_start(fresh, layers) == 2 * (9 if fits else 6)
+    ours, theirs, states = fresh.layers[1], layers[1], torch.randn(3, 32)
+    fused = theirs.self_attn.qkv_proj(states)
+    found = [getattr(ours.self_attn, name)(states) for name in ("q_proj", "k_proj", "v_proj")]
+    assert torch.allclose(torch.cat(found, dim=-1), fused, atol=1e-6) if fits else torch.equal(
+        ours.self_attn.v_proj.weight, before)
+    assert torch.allclose(ours.mlp(states), theirs.mlp(states), atol=1e-6)

@@ -24,7 +24,7 @@ from deepspec.objective import drafter_loss, window_weights  # noqa: E402
 from deepspec.targets.frozen import FrozenTarget  # noqa: E402
 from deepspec.training.session import shared_weights  # noqa: E402
 
-FAMILIES = ("qwen3", "granite", "gemma2", "gemma4_text", "deepseek_v4")
+FAMILIES = ("qwen3", "granite", "gemma2", "gemma4_text", "deepseek_v4", "phi3")
 
 
 def _parts(family: str) -> tuple[FrozenTarget, Drafter, TrainingBatch]:

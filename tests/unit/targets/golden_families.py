@@ -6,7 +6,7 @@ from typing import Any, Callable
 from transformers import (
     DeepseekV3Config, DeepseekV4Config, Gemma2Config, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig,
     Gemma4UnifiedConfig, Glm4MoeConfig, GlmMoeDsaConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig,
-    Olmo2Config, Qwen2Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig,
+    Olmo2Config, Phi3Config, Qwen2Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig,
 )
 
 ROWS = 320  # of the embedding; the tokenizer has fewer
@@ -27,6 +27,9 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
          "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 16}
+_LONG = {"original_max_position_embeddings": 8, "max_position_embeddings": 128, "rope_parameters": {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0]}}
 _GEMMA4 = _TIED | _WINDOWED | {
     "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 3.0,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": ROWS}
@@ -83,6 +86,7 @@ TINY: dict[str, Tiny] = {
     "deepseek_v3": Tiny(lambda: DeepseekV3Config(**_UNTIED | _ROUTED | _LATENT | {"rope_parameters": _YARN})),
     "deepseek_v4": Tiny(lambda: DeepseekV4Config(**_V4), 0.2),
     "olmo2": Tiny(lambda: Olmo2Config(**_UNTIED)),
+    "phi3": Tiny(lambda: Phi3Config(**_UNTIED | _LONG, sliding_window=7)),
     "granite": Tiny(lambda: GraniteConfig(**_TIED, logits_scaling=4.0, embedding_multiplier=6.0,
                                           residual_multiplier=0.5, attention_multiplier=0.2)),
 }

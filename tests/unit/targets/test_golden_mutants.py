@@ -62,6 +62,7 @@ def _compare(target: FrozenTarget, family: str) -> None:
     ("gemma2", _spec(final_logit_softcap=None)), ("gemma4_text", _spec(final_logit_softcap=None)),
     ("gemma3_text", _options(window=None)), ("gemma4_text", _options(window=None)),
     ("mistral_window", _options(window=None)), ("mistral_window", _options(window=8)),
+    ("phi3", _options(window=None)), ("phi3", _leak),
     ("gpt_oss", _options(sinks=None)), ("gpt_oss", _options(window=None)), ("granite", _spec(logit_scale=1.0)),
     ("deepseek_v3", _options(scale=20 ** -0.5)), ("deepseek_v4", _first_stream),
     ("qwen3", _leak), ("deepseek_v3", _leak), ("qwen3_5_text", _leak), ("glm_moe_dsa", _leak), ("deepseek_v4", _leak),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tiny_targets import FAMILIES, tiny_model, tiny_target
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, Phi3Config
 
 from deepspec.config.schema import TargetShape
 from deepspec.errors import InputRefused
@@ -63,12 +63,20 @@ def test_the_promised_number_of_parameters_is_compared() -> None:
 
 @pytest.mark.parametrize("family, kind, expected", [
     ("gemma4_text", "default", 1_000_000.0), ("qwen3_5_text", "default", 10000.0), ("deepseek_v4", "default", 10000.0),
-    ("deepseek_v3", "yarn", 10000.0), ("llama", "llama3", 10000.0),
+    ("deepseek_v3", "yarn", 10000.0), ("llama", "llama3", 10000.0), ("phi3", "default", 10000.0),
 ])
 def test_a_drafter_gets_rope_that_turns_whole_heads(family: str, kind: str, expected: float) -> None:
     spec = TargetSpec.from_hf_config(FAMILIES[family]())
     assert spec.rope_parameters["rope_type"] == kind and spec.rope_theta == expected
     assert not {"partial_rotary_factor", "mrope_section"} & set(spec.rope_parameters)
+
+
+def test_longrope_of_whole_heads_reaches_the_drafter() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = Phi3Config(hidden_size=64, num_attention_heads=4, max_position_embeddings=128,
+                        original_max_position_embeddings=16, rope_parameters={"rope_type": "longrope"} | factors)
+    found = TargetSpec.from_hf_config(config).rope_parameters
+    assert found == factors | {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 
 
 def test_sizes_of_experts_and_of_layers_with_their_own() -> None:
