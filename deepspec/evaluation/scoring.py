@@ -15,7 +15,8 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:\s*/\s*\d+)?")
 _FRACTION = re.compile(r"(-?)\s*\\[dt]?frac\s*\{(-?\d+)\}\s*\{(\d+)\}")
 _TEXT = re.compile(r"\\(?:text(?:bf|rm)?|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARK = re.compile(r"(?:####|(?:final\s+)?answer\s*(?:is)?\s*:?)\s*", re.IGNORECASE)
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")
 _THOUGHT = "</think>"
 _TOLERANCE = Fraction(1, 10 ** 6)  # relative, of numbers that are written as decimals
 _LONGEST = 400  # characters of a number: a digit repeated for ever is none, and Python refuses to read it
@@ -120,8 +121,9 @@ def _plain(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """The code of an answer: its fenced blocks, or all of it where there is none."""
-    blocks = _FENCE.findall(text.rpartition(_THOUGHT)[2])
+    """The code of an answer: its fenced blocks of Python or of no language, or all of it where there is none."""
+    found = _FENCE.findall(text.rpartition(_THOUGHT)[2])
+    blocks = [block for language, block in found if language.lower() in _PYTHON]
     return "\n".join(blocks) if blocks else text
 
 

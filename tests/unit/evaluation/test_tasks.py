@@ -60,6 +60,7 @@ HUMAN_EVAL = {"prompt": "Write add.", "entry_point": "add", "code_prompt": "def 
 @pytest.mark.parametrize("text, right", [
     ("Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", True),
     ("```python\ndef add(a, b):\n    return a - b\n```", False),
+    ("```bash\npip install it\n```\nThen:\n```python3\ndef add(a, b):\n    return a + b\n```\n", True),
     ("    return a + b\n", True),  # the body alone, as HumanEval's prompts invite
     ("```python\ndef add(a, b):\n    return a +", False),
     ("```python\nimport sys\nsys.exit(1)\n```", False),
