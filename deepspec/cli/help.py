@@ -40,7 +40,7 @@ def help_text(name: str, composed: DictConfig) -> str:
         lines += [f"On several GPUs:  {before}", ""]
     lines += textwrap.wrap("Options are written key=value and come after an experiment (+experiment=NAME) or an "
                            "existing run (run.dir=DIR), whose values they replace.", width)
-    lines += ["", "  plan=true             print memory, disk and time, and stop",
+    lines += ["", *(["  plan=true             print memory, disk and time, and stop"] if name != "sweep" else []),
               "  --cfg job             print the whole configuration, and stop", ""]
     if name == "train_drafter":
         lines += [*textwrap.wrap(f"  stages=[A,B]          of {', '.join(STAGES)}", width,

@@ -8,11 +8,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from deepspec.cli.help import help_text, wants_options
+from deepspec.cli.help import command_line, help_text, wants_options
 from deepspec.cli.job import leave
 from deepspec.config.compose import CONF_DIR, compose_checked, is_help, register_schema, split_argv, to_config
 from deepspec.config.sweeping import job_overrides, read_command
-from deepspec.errors import UserError
+from deepspec.errors import ConfigError, UserError
 from deepspec.planning.validate import validate
 from deepspec.runs.names import swept
 from deepspec.runs.status import COMPLETE, STOPPED
@@ -34,6 +34,9 @@ def main() -> None:
     try:
         _help(sys.argv[1:])
         given = read_command(sys.argv[1:], os.environ, validate)
+        if given.config.plan:
+            raise ConfigError("plan=true prints the plan of one job, not of a sweep. Give it, with one value of every "
+                              f"swept option, to: {command_line('train_drafter')} plan=true")
     except UserError as error:
         leave(error, all_ranks=False)
     register_schema()

@@ -121,7 +121,8 @@ def to_config(composed: DictConfig) -> Config:
     plain = OmegaConf.masked_copy(composed, [field.name for field in fields(Config)])
     if OmegaConf.is_missing(plain.run, "name"):
         choices = ", ".join(f"+experiment={name}" for name in options("experiment"))
-        raise ConfigError(f"No experiment was chosen. Add one of: {choices}.")
+        raise ConfigError(f"No experiment was chosen. For a run that is there say run.dir=runs/NAME; else add one of: "
+                          f"{choices}.")
     missing = sorted(OmegaConf.missing_keys(plain))
     if missing:
         raise ConfigError(f"{missing[0]} has no value (it is ???). Give one on the command line: {missing[0]}=VALUE")

@@ -121,6 +121,9 @@ def _target(config: Config, stages: list[str]) -> None:
         return
     target = config.target
     if target.source == "gguf_package":
+        if not target.path.isidentifier():
+            raise InputRefused(f"target.path={target.path!r} is no Python package, which target.source=gguf_package "
+                               "reads. For a model folder or a hub id add target.source=hf.")
         converted = paths.model_cache(config)
         if not (converted.is_dir() and any(converted.glob("*/config.json"))):
             for name in (target.path, "gguf", "accelerate"):

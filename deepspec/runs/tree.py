@@ -70,6 +70,9 @@ class Run:
 
 def find(root: Path) -> list[Run]:
     """All runs under ``root``, by path; ``root`` may be a run itself. Raises InputRefused where there is none."""
+    if not root.is_dir():
+        raise InputRefused(f"{root} is not a folder. Runs are made by launch/train_drafter.py, in runs/ unless told "
+                           "otherwise.")
     runs = [Run(path, read_run_files(path)) for path in _directories(root, _DEPTH)]
     if not runs:
         raise InputRefused(f"{root} holds no run: no directory in it has the manifest.json of one. Runs are made by "
