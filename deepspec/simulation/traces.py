@@ -87,6 +87,13 @@ class Traces:
             self.prompt_tokens[chosen], self.answer_tokens[chosen],
             None if self.logits is None else self.logits[order], self.drafter_sha256, self.sampling_temperature)
 
+    def same_blocks(self, other: "Traces") -> bool:
+        """Whether both are of the same rounds, with the same confidences, at one sampling temperature."""
+        if self.sampling_temperature != other.sampling_temperature or (self.logits is None) != (other.logits is None):
+            return False
+        return all(np.array_equal(getattr(self, name), getattr(other, name))
+                   for name in ("accepted", "known", "starts", "logits"))
+
     def save(self, path: str | PathLike[str]) -> None:
         """One npz, atomically."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}

@@ -90,6 +90,8 @@ def decided_by(config: Config, stage: str) -> dict[str, Any]:
         "simulate": values["simulate"] | {"scheduler": values["scheduler"], "runs": config.runs},
         "export": values["export"], "report": {"runs": config.runs},
     }
+    if not config.drafter.confidence_head:  # the simulation then decodes prompts itself
+        keys["simulate"] |= {"temperature": config.confidence.temperature}
     if training_seed(config) != config.run.seed:
         training["validation_seed"] = config.run.seed  # held-out anchors, which choose the best checkpoint
     for name in ("ema_decay", "early_stopping_patience"):

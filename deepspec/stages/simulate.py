@@ -33,20 +33,26 @@ _SEED_OFFSET = 15485863  # other draws than evaluation's and calibration's on th
 
 
 def own_traces(config: Config, sha256: str) -> Traces:
-    """Acceptance of this run's drafter: kept traces, else its confidence records, else held-out prompts decoded now.
+    """Acceptance of this run's drafter: its confidence records, else kept traces, else held-out prompts decoded now.
 
-    The last is for drafters without a confidence head; it loads target and drafter.
+    Kept traces stay where they are those of the records, whose prompts may be gone by now. The last way is for drafters
+    without a confidence head; it loads target and drafter.
     """
     path = run_dir(config) / TRACES_FILE
+    kept: Optional[Traces] = None
     if path.is_file():
         try:
-            return Traces.load(path, drafter_sha256=sha256)
+            kept = Traces.load(path, drafter_sha256=sha256)
         except InputRefused as error:
             log.info("%s", error)
     records = run_dir(config) / "confidence" / "records.npz"
     if records.is_file():
-        traces = traces_from_records(ConfidenceRecords.load(
-            records, block_length=draft_length(config.drafter), drafter_sha256=sha256), _prompt_lengths(config))
+        made = ConfidenceRecords.load(records, block_length=draft_length(config.drafter), drafter_sha256=sha256)
+        if kept is not None and kept.same_blocks(traces_from_records(made, {})):
+            return kept
+        traces = traces_from_records(made, _prompt_lengths(config))
+    elif kept is not None and kept.sampling_temperature == config.confidence.temperature:
+        return kept
     else:
         traces = decode_traces(config)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -151,6 +151,13 @@ def test_another_evaluation_is_simulated_again(config: Config) -> None:
     assert pipeline.fingerprint(config, "simulate") != before
 
 
+def test_without_confidence_records_the_temperature_decides_the_simulation(config: Config) -> None:
+    config.drafter.confidence_head = False
+    before = pipeline.fingerprint(config, "simulate")
+    config.confidence.temperature = 0.5
+    assert pipeline.fingerprint(config, "simulate") != before
+
+
 def test_a_full_disk_does_not_hide_the_first_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(config: Config, stage: str, **values: object) -> None:
         if values["status"] == "failed":

@@ -111,11 +111,16 @@ def test_traces_come_from_records_once_and_stay(config: Any, tmp_path: Path, mon
         np.full(6, 4), np.full((6, 4), 0.5, dtype=np.float32), np.array(["p", "p", "p", "q", "q", "q"]),
         np.array(["math"] * 3 + ["code"] * 3)).save(own / "confidence" / "records.npz")
     monkeypatch.setattr(simulate, "read_responses", lambda directory, split: [])
+    Traces(**vars(traces([[4, 4]], answer=11)) | {"drafter_sha256": SHA}).save(own / TRACES_FILE)  # of older records
     simulate.run(config)
     kept = Traces.load(own / TRACES_FILE, drafter_sha256=SHA)
     assert kept.answer_tokens.tolist() == [13, 7] and kept.logits is not None
     (own / "confidence" / "records.npz").unlink()
     simulate.run(config)  # from what it kept; nothing is decoded
+    config.confidence.temperature = 0.5
+    monkeypatch.setattr(simulate, "decode_traces", lambda config: Traces(**vars(kept) | {"sampling_temperature": 0.5}))
+    simulate.run(config)  # what it kept is of another temperature
+    assert Traces.load(own / TRACES_FILE, drafter_sha256=SHA).sampling_temperature == 0.5
 
 
 def test_without_a_confidence_head_prompts_are_decoded(config: Any, tmp_path: Path,
