@@ -56,7 +56,8 @@ BASE = ["+experiment=tiny", "target.shape={model_type: qwen3, hidden_size: 16, i
 # Leaves whose effect is tried: another value, after whatever else has to be set for both values.
 TRIED: dict[str, tuple[str, ...]] = {key: tuple(values) for key, *values in (
     ("run.name", "other"), ("run.seed", "7"), ("run.data_root", "elsewhere"), ("stages", "[train,export]"),
-    ("target.name", "other"), ("target.path", "other"), ("target.source", "hf", "target.path=x"),
+    ("target.name", "other"), ("target.path", "other", "target.source=hf", "target.path=x"),
+    ("target.source", "hf", "target.path=x"),
     ("target.revision", "abc", "target.source=hf", "target.path=x"),
     ("target.dtype", "bfloat16"), ("target.feature_layers", "[0,1]"), ("target.mask_token_id", "94"),
     ("target.thinking", "true"), ("target.shape.model_type", "llama"),

@@ -41,7 +41,7 @@ def test_shipped_experiments_are_valid(composed: Callable[..., Config], experime
     ("trainer.attention", "sdpa", "auto, chunked, flex"), ("drafter.sliding_window", 0, "at least 1"),
     ("trainer.max_steps", 0, "at least 1"), ("optimizer.lr", 0.0, "above 0"), ("optimizer.betas", [0.9], "two numbers"),
     ("optimizer.warmup_ratio", 1.5, "at most 1"), ("engine.zero_stage", 4, "0, 1, 2 or 3"),
-    ("optimizer.schedule", "wds", "Did you mean 'wsd'"),
+    ("target.path", "/models/own", "add target.source=hf"), ("optimizer.schedule", "wds", "Did you mean 'wsd'"),
     ("optimizer.decay_ratio", 0.1, "schedule=wsd, but it is cosine"),
     ("trainer.early_stopping_patience", 3, "needs trainer.validate_every, which is 0"),
     ("trainer.early_stopping_threshold", 0.1, "no effect without trainer.early_stopping_patience"),
