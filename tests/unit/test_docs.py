@@ -93,6 +93,7 @@ def check(line: str) -> None:
         assert render(make_plan(config)).strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_understood(page: Path) -> None:
     for line in commands(page):
@@ -150,6 +151,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MARKED = [(page, line) for page in PAGES for line in commands(page, _RUN)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, line", MARKED, ids=[f"{page.name}-{line[:60]}" for page, line in MARKED])
 def test_commands_marked_to_run_run(page: Path, line: str, sandbox: Path) -> None:
     found = words(line)

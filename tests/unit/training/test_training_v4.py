@@ -94,6 +94,7 @@ def test_no_rate_no_move(tmp_path: Path) -> None:
     assert not bool(weights(tmp_path, 10)[BIAS].any())
 
 
+@pytest.mark.slow
 def test_a_resume_is_the_run(tmp_path: Path) -> None:
     trainer(tmp_path / "whole").run()
     config = tiny_config(tmp_path / "parts", max_steps=10, save_every=5, keep_last=9)
@@ -130,6 +131,7 @@ def test_a_skipped_step_moves_nothing(tmp_path: Path) -> None:
     assert not bool(weights(tmp_path, 1)[BIAS].any())
 
 
+@pytest.mark.slow
 def test_averages_carry_the_biases(tmp_path: Path) -> None:
     trainer(tmp_path, ema_decay=0.5).run()
     averages = load_file(tmp_path / "checkpoints" / "step-10" / checkpoint.AVERAGE)
