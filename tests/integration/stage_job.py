@@ -23,7 +23,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch  # noqa: E402
 from test_training_stage import make_config  # noqa: E402
 
-from deepspec import cli, distributed  # noqa: E402
+from deepspec import distributed  # noqa: E402
+from deepspec.cli.job import _run  # noqa: E402
+from deepspec.cli.scripts import Script  # noqa: E402
 from deepspec.config.schema import Config  # noqa: E402
 from deepspec.data.stream_server import FeatureServer  # noqa: E402
 from deepspec.training.trainer import DrafterTrainer  # noqa: E402
@@ -69,7 +71,7 @@ def run(job: dict[str, Any]) -> None:
     """One rank of a job; ends as the main job does."""
     if "fault" in job:
         fault(*job["fault"], Path(job["root"]) / job["run"])
-    cli._run(config_of(job), [], ("train",))
+    _run(config_of(job), [], Script("Trains.", "", (), ("train",)))
 
 
 def forked(job: dict[str, Any]) -> None:
