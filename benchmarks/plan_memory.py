@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/plan_memory.py [CASE ...]
 
-A case is named as in CASES; all but ``offloaded`` without an argument. Each starts the deepspeed launcher, trains a step of two
-packs on random hidden states, and compares rank 0's peak of resident memory, less that before the drafter was built,
-with the plan's sum for the same options. Samples are made anew at every read, as from a store.
+A case is named as in CASES; all but ``offloaded`` without an argument. Each starts the deepspeed launcher, trains a
+step of two packs on random hidden states, and compares rank 0's peak of resident memory, less that before the drafter
+was built, with the plan's sum for the same options. Samples are made anew at every read, as from a store.
 
 Prints one JSON line per case: predicted and measured bytes, their ratio, and the parts of the prediction; exits with 1
 when one is off by more than 10 %. With offload the plan is a lower bound: DeepSpeed's own buffers in main memory are
@@ -177,7 +177,8 @@ def main() -> None:
     if "child" in given:
         child(given["child"], Path(given["folder"]))
         return
-    names = [item for item in sys.argv[1:] if not item.startswith("--")] or [name for name in CASES if name != "offloaded"]
+    names = [item for item in sys.argv[1:] if not item.startswith("--")]
+    names = names or [name for name in CASES if name != "offloaded"]
     unknown = set(names) - CASES.keys()
     if unknown:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
