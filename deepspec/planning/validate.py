@@ -59,7 +59,7 @@ def _target(config: Config) -> None:
     choice("target.dtype", target.dtype, DTYPES)
     require(target.source == "micro" or bool(target.path), "target.path", target.path,
             "given (hub id, folder or package)")
-    require(target.source != "micro" or not target.path, "target.path", target.path,
+    require(target.source != "micro" or not (target.path and _known(target.path)), "target.path", target.path,
             "left out with target.source=micro, which trains its own target; add target.source=hf for yours")
     if target.revision is not None and target.source == "hf" and os.path.isdir(target.path):
         raise ConfigError(f"target.revision={target.revision!r} pins a commit of a hub repository, but target.path="
