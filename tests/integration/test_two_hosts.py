@@ -97,7 +97,7 @@ def test_a_silent_network_ends_the_job_after_the_time_limit(hosts: TwoHosts, bas
                              DEEPSPEC_COLLECTIVE_TIMEOUT="15")
     wait_for_step(run, 2)
     with hosts.silent():
-        codes = hosts.finish(*both, timeout=120)
+        codes = hosts.finish(*both, timeout=240)
     assert all(code != 0 for code in codes)
     latest = (run / "checkpoints/latest").read_text().strip()
     kept = json.loads((run / "checkpoints" / latest / "state.json").read_text())

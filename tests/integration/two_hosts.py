@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -93,7 +94,8 @@ class TwoHosts:
         clean = {key: value for key, value in os.environ.items() if key not in launcher}
         variables: dict[str, Any] = clean | {
             "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-            "GLOO_SOCKET_IFNAME": f"{CABLE}{number}", "PYTHONPATH": str(ROOT)} | environ
+            "GLOO_SOCKET_IFNAME": f"{CABLE}{number}", "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1"} | environ
         with open(self.output(number), "w", encoding="utf-8") as sink:
             process = subprocess.Popen([*self._inside(number), *command], env=variables, cwd=ROOT, text=True,
                                        stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
@@ -142,12 +144,15 @@ class TwoHosts:
                        capture_output=True)
 
     def finish(self, *processes: "subprocess.Popen[str]", timeout: float = 240.0) -> list[int]:
-        """Exit codes; fails with what the hosts printed when one does not end in ``timeout`` seconds."""
+        """Exit codes; fails with what the hosts printed and where they are if one does not end in ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
-            said = "\n".join(self.output(n).read_text()[-2500:] for n in range(2) if self.output(n).exists())
+            for process in processes:
+                process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: the stacks of all threads
+            time.sleep(2)
+            said = "\n".join(self.output(n).read_text()[-6000:] for n in range(2) if self.output(n).exists())
             raise AssertionError(f"a host is still running after {timeout:.0f} s\n{said}") from None
 
 
