@@ -144,7 +144,7 @@ class TwoHosts:
                        capture_output=True)
 
     def finish(self, *processes: "subprocess.Popen[str]", timeout: float = 240.0) -> list[int]:
-        """Exit codes; fails with what the hosts printed and where they are if one does not end in ``timeout`` seconds."""
+        """Exit codes; fails with what the hosts printed, and where they are, if one does not end in ``timeout`` s."""
         deadline = time.monotonic() + timeout
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
