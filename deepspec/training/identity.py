@@ -15,8 +15,7 @@ _NOT_MEANING = {"implementation", "chunk_megabytes"}
 _LATER = {"start.warm_start", "start.init_from", "trainer.ema_decay"}
 # What the oldest checkpoints were trained with, when there was no choice.
 _BEFORE = {"drafter.block": "qwen3", "drafter.keys_are_values": False, "drafter.draft_ids": None,
-           "optimizer.schedule": "cosine",
-           "optimizer.decay_ratio": None}
+           "optimizer.schedule": "cosine", "optimizer.decay_ratio": None}
 
 
 def run_identity(config: Config, shape: DrafterShape, *, target: str, data: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deepspec.config.schema import Config, DrafterConfig, TargetShape
+from deepspec.export import gates
 
 WORDS = 250  # ordinary tokens; special ones and padding rows follow
 ROWS = 320
@@ -50,3 +51,11 @@ def make_config(folder: Path, run_dir: Path, **drafter: Any) -> Config:
     config.trainer.num_anchors, config.data.max_length = 16, 128
     config.export.dtype = "float32"
     return config
+
+
+def logits_of(drafter: Any) -> torch.Tensor:
+    """Logits of three blocks over random hidden states."""
+    ids = gates.fixed_tokens(drafter.shape.vocab_size, 30)
+    width = len(drafter.shape.feature_layers) * 64
+    features = torch.randn(30, width, generator=torch.Generator().manual_seed(3))
+    return gates.block_logits(drafter, features, ids, torch.tensor([1, 9, 20]))

@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from random_run import SHA, make_config
+from random_run import SHA, logits_of, make_config
 from safetensors.torch import load_file, save_file
 
 from deepspec.artifacts import read_manifest
@@ -56,13 +56,6 @@ def request_of(target_folder: Path, targets: dict[str, Any], tmp_path: Path) -> 
                              run / "profile" / "records.jsonl", documents)
 
     return make
-
-
-def logits_of(drafter: Any) -> torch.Tensor:
-    ids = gates.fixed_tokens(drafter.shape.vocab_size, 30)
-    width = len(drafter.shape.feature_layers) * 64
-    features = torch.randn(30, width, generator=torch.Generator().manual_seed(3))
-    return gates.block_logits(drafter, features, ids, torch.tensor([1, 9, 20]))
 
 
 @pytest.mark.parametrize("algorithm", LAYERS)
