@@ -84,12 +84,12 @@ def _prepare(name: str, script: Script) -> tuple[list[str], list[str]]:
         raise ConfigError("sweep and its options belong to python launch/sweep.py -m, which starts this script once "
                           "for every job.")
     if is_help(flags):
-        composed = compose_checked(overrides, name)
+        composed = compose_checked(overrides, name, script.group or "")
         if wants_options(flags):
             sys.stdout.write(help_text(name, composed))
             raise SystemExit(0)
         return flags, overrides
-    config = compose_config(overrides, name)
+    config = compose_config(overrides, name, script.group or "")
     chosen = chosen_stages(config, script.stages)
     from deepspec.planning.plan import make_plan, render
     from deepspec.planning.preflight import preflight

@@ -93,19 +93,22 @@ def split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     return overrides, flags
 
 
-def compose_config(overrides: list[str], config_name: str = "train_drafter") -> Config:
-    """The configuration ``overrides`` give. Raises ConfigError for anything unknown, misspelt or of a wrong type."""
+def compose_config(overrides: list[str], config_name: str = "train_drafter", group: str = "") -> Config:
+    """The configuration ``overrides`` give; misspelt ones without a group are first looked for in ``group``.
+
+    Raises ConfigError for anything unknown, misspelt or of a wrong type.
+    """
     try:
-        return to_config(compose_checked(overrides, config_name))
+        return to_config(compose_checked(overrides, config_name, group))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
 
 
-def compose_checked(overrides: list[str], config_name: str) -> DictConfig:
+def compose_checked(overrides: list[str], config_name: str, group: str = "") -> DictConfig:
     """The same before it is resolved: it may still lack values, to be looked at with ``--cfg job`` or ``--help``."""
     register_schema()
     for override in parse_overrides(overrides):
-        _check_override(override)
+        _check_override(override, group)
     try:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -177,7 +180,26 @@ def _key_exists(path: str) -> bool:
     return True
 
 
-def _check_override(override: Override) -> None:
+def _choices(key: str) -> list[str]:
+    """What ``key`` may have been meant to be; of a list of groups the options of the element it names."""
+    found = list(known_keys())
+    for name, kind in _element_groups(Config):
+        element = re.match(rf"{re.escape(name)}\.\d+\.", key)
+        if element:
+            found += known_keys(kind, element[0])
+    return found
+
+
+def _element_groups(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option that is a list of groups, and the class of these."""
+    for name, kind in get_type_hints(cls).items():
+        if is_dataclass(kind):
+            yield from _element_groups(kind, f"{prefix}{name}.")
+        elif getattr(kind, "__origin__", None) is list and is_dataclass(get_args(kind)[0]):
+            yield prefix + name, get_args(kind)[0]
+
+
+def _check_override(override: Override, group: str) -> None:
     key = override.key_or_group
     if key.startswith("hydra.") or key.startswith("hydra/") or key == "hydra":
         return
@@ -195,7 +217,8 @@ def _check_override(override: Override) -> None:
             raise ConfigError(f"Write +experiment={value} (with the plus: an experiment adds to the configuration).")
         return
     if not _key_exists(key):
-        raise ConfigError(f"{override.input_line!r}: there is no option {key!r}. {_nearest(key, list(known_keys()))}")
+        near = _nearest(key, _choices(key), group)
+        raise ConfigError(f"{override.input_line!r}: there is no option {key!r}. {near}")
 
 
 # What other trainers call it, where spelling leads nowhere.
@@ -210,21 +233,28 @@ _ELSEWHERE = {
 }
 
 
-def _nearest(key: str, choices: list[str]) -> str:
-    leaf = key.rsplit(".", 1)[-1]
+def _nearest(key: str, choices: list[str], group: str = "") -> str:
+    """What ``key`` was meant to be. ``group``: the group whose options this script takes without its name."""
+    head, _, leaf = key.rpartition(".")
     if _ELSEWHERE.get(leaf) in choices:
         return f"Did you mean {_ELSEWHERE[leaf]!r}?"
-    close = [name for name in choices if "." in name and name.rsplit(".", 1)[-1] == leaf][:1]
-    close = close or difflib.get_close_matches(key, choices, n=1, cutoff=0.75)
-    leaves: dict[str, str] = {}
-    for name in choices:
-        leaves.setdefault(name.rsplit(".", 1)[-1], name)
+
+    def likeness(name: str) -> tuple[float, int, str]:
+        other_head, _, other_leaf = name.rpartition(".")
+        around = _alike(head, other_head) if head else 0.5 * (other_head == group)
+        return _alike(leaf, other_leaf) * (1.0 + around), -name.count("."), name
+
+    close = [name for name in choices if _alike(leaf, name.rpartition(".")[2]) >= 0.5]
     if not close:
-        close = [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.5)]
-    close = close or difflib.get_close_matches(key, choices, n=1, cutoff=0.4)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return f"There are: {', '.join(choices[:20])}."
+        beside = [name for name in choices if head and name.startswith(f"{head}.")]
+        return f"There are: {', '.join((beside or choices)[:20])}."
+    best = max(close, key=likeness)
+    return f"Did you mean {best.removeprefix(f'{group}.') if group and not head else best!r}?"
+
+
+def _alike(one: str, other: str) -> float:
+    """How much of two names is the same, from 0 to 1."""
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def explain(error: Exception) -> str:
@@ -238,7 +268,7 @@ def explain(error: Exception) -> str:
         if full_key.startswith(("engine.deepspeed.", "simulate.domain_mix.")):
             return f"{full_key} is free-form and not set yet: write it with a plus, +{full_key}=VALUE."
         if full_key and not _key_exists(full_key):
-            return f"There is no option {full_key!r} ({first}). {_nearest(full_key, list(known_keys()))}"
+            return f"There is no option {full_key!r} ({first}). {_nearest(full_key, _choices(full_key))}"
         if full_key and "not a ListConfig" in first:
             return f"{full_key} must be a list: '{full_key}=[A,B]', in quotes, with one element '{full_key}=[A]'."
         return f"{full_key or 'configuration'}: {first.rstrip('.')}."

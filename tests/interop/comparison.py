@@ -1,8 +1,10 @@
 """Shared by the tests that compare real engines with our decoder: what ours accepts, drafts and says of its drafts."""
 
+import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 
@@ -40,6 +42,71 @@ def standard_errors(report: dict[str, Any], rounds: Sequence[int]) -> tuple[floa
     return (report["acceptance_length"] - length(rounds)) / error, error
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """One recorded round: its number, the place of its anchor in the answer, its drafts and how many were accepted."""
+
+    number: int
+    place: int
+    drafts: list[int]
+    accepted: int
+
+
+def recorded_rounds(report: dict[str, Any], prompt: int = 0) -> Iterator[Drafted]:
+    """The engine's recorded rounds of one answer, as far as the answer goes.
+
+    A token that verification puts in place of a rejected one is never that one, so what agrees was accepted, at any
+    temperature.
+    """
+    tokens, place = report["tokens"][prompt], 0
+    for number, drafts in enumerate(report["drafts"][prompt]):
+        if place >= len(tokens):
+            return
+        agree = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, tokens[place + 1:]))
+        kept = sum(1 for _ in agree)
+        yield Drafted(number, place, drafts, kept)
+        place += kept + 1
+
+
+@torch.no_grad()
+def our_drafts(drafter: Any, model: Any, prompt: Sequence[int],
+               tokens: Sequence[int]) -> list[tuple[list[int], float]]:
+    """Greedy drafts after each of ``tokens``, and the smallest gap between the best two logits on the way. Features
+    come from ``model``, Hugging Face's own."""
+    ids = torch.tensor([*prompt, *tokens])
+    states = model(ids[None], output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer + 1][0] for layer in drafter.shape.feature_layers], dim=-1)
+    keys, values = drafter.context_kv(drafter.project_context(features), torch.arange(len(ids)))
+    found = []
+    for anchor in range(len(prompt), len(ids)):
+        hidden = drafter.block_hidden(ids[anchor][None], torch.tensor([anchor]), keys[:, None], values[:, None],
+                                      torch.tensor([anchor]))
+        gaps: list[float] = []
+
+        def choose(place: int, logits: torch.Tensor, gaps: list[float] = gaps) -> torch.Tensor:
+            best = logits[0].topk(2).values
+            gaps.append(float(best[0] - best[1]))
+            return logits.argmax(dim=-1)
+
+        found.append((sample_block(drafter, ids[anchor][None], hidden, choose).token_ids[0].tolist(), min(gaps)))
+    return found
+
+
+def assert_drafts_are_ours(target: Path, export: Path, prompt: Sequence[int], report: dict[str, Any]) -> None:
+    """The engine's drafts for its first prompt, token for token; rounds with a near tie are passed over."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    expected = our_drafts(load_exported(export)[0], model, prompt, report["tokens"][0])
+    compared = 0
+    for drafted in recorded_rounds(report):
+        ours, gap = expected[drafted.place]
+        if gap > 1e-3:
+            assert drafted.drafts == ours, f"round after token {drafted.place}: {drafted.drafts}, ours {ours}"
+            compared += 1
+    assert compared > 10
+
+
 @torch.no_grad()
 def our_confidences(target: Any, export: Path, prompt: Sequence[int],
                     tokens: Sequence[int]) -> list[tuple[list[int], list[float]]]:
@@ -60,18 +127,12 @@ def our_confidences(target: Any, export: Path, prompt: Sequence[int],
 def worst_confidence(target: Any, export: Path, prompt: Sequence[int], report: dict[str, Any]) -> tuple[float, int]:
     """Largest difference between the engine's confidences and ours in the recorded rounds of its first prompt, greedy,
     and the number of rounds with equal drafts."""
-    tokens = report["tokens"][0]
-    expected = our_confidences(target, export, prompt, tokens)
-    place, worst, compared = 0, 0.0, 0
-    for drafts, confidences in zip(report["drafts"][0], report["confidences"][0], strict=True):
-        if place >= len(tokens):
-            break
-        own_drafts, own = expected[place]
-        if own_drafts == drafts:
+    expected = our_confidences(target, export, prompt, report["tokens"][0])
+    worst, compared = 0.0, 0
+    for drafted in recorded_rounds(report):
+        own_drafts, own = expected[drafted.place]
+        if own_drafts == drafted.drafts:
+            confidences = report["confidences"][0][drafted.number]
             worst = max([worst, *(abs(a - b) for a, b in zip(confidences, own, strict=True))])
             compared += 1
-        kept = 0
-        while kept < len(drafts) and tokens[place + 1 + kept:place + 2 + kept] == [drafts[kept]]:
-            kept += 1
-        place += kept + 1
     return worst, compared

@@ -5,7 +5,6 @@ compares.
 Needs DEEPSPEC_VLLM_PYTHON and DEEPSPEC_RUN, the directory of a finished run of ``+experiment=tiny``.
 """
 
-import itertools
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison import worst_confidence
+from comparison import recorded_rounds, worst_confidence
 from serving import SCRIPT, free_port
 from test_vllm import PYTHON, serve, speculative_config
 
@@ -38,24 +37,16 @@ SMALL = (
     "data.min_held_out=6", "tracking.mode=disabled")
 
 
-def accepted_of(drafts: list[int], following: list[int]) -> int:
-    """A residual token is never the rejected one, so what agrees was accepted, at any temperature."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, following)))
-
-
 def engine_records(path: Path, report: dict[str, Any], header: dict[str, Any]) -> int:
     """What the engine drafted, said of it, and kept, as records of service; returns the number of blocks."""
     rows: list[dict[str, Any]] = []
     for number, tokens in enumerate(report["tokens"]):
-        place = 0
-        for drafts, confidences in zip(report["drafts"][number], report["confidences"][number]):
-            following = tokens[place + 1:]
-            if len(following) < len(drafts):
-                break
-            accepted = accepted_of(drafts, following)
-            logits = [math.log(value / (1 - value)) for value in confidences]
-            rows.append({"conversation": str(number), "domain": "service", "logits": logits, "accepted": accepted})
-            place += accepted + 1
+        for drafted in recorded_rounds(report, number):
+            if drafted.place + len(drafted.drafts) >= len(tokens):
+                break  # not every draft was judged
+            logits = [math.log(value / (1 - value)) for value in report["confidences"][number][drafted.number]]
+            rows.append({"conversation": str(number), "domain": "service", "logits": logits,
+                         "accepted": drafted.accepted})
     lines = [{"format": "deepspec-confidence-records", **header}, *rows]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return len(rows)

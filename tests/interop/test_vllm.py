@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from comparison import assert_drafts_are_ours
 from random_export import export_random, save_target
-
-from deepspec.drafters.sequential import sample_block
-from deepspec.export.load import load_exported
 
 PYTHON = os.environ.get("DEEPSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEC_VLLM_PYTHON is not set: no vLLM to serve with")
@@ -58,53 +55,13 @@ def test_served_output_is_the_targets_own(target_folder: Path, tmp_path: Path, d
     assert report["drafted"] == expected * report["rounds"] > 0
 
 
-@torch.no_grad()
-def our_drafts(drafter: Any, model: Any, prompt: list[int], tokens: list[int]) -> list[tuple[list[int], float]]:
-    """Greedy drafts after each of ``tokens``, and the smallest gap between the best two logits on the way."""
-    ids = torch.tensor(prompt + tokens)
-    states = model(ids[None], output_hidden_states=True).hidden_states
-    features = torch.cat([states[layer + 1][0] for layer in drafter.shape.feature_layers], dim=-1)
-    keys, values = drafter.context_kv(drafter.project_context(features), torch.arange(len(ids)))
-    found = []
-    for anchor in range(len(prompt), len(ids)):
-        hidden = drafter.block_hidden(ids[anchor][None], torch.tensor([anchor]), keys[:, None], values[:, None],
-                                      torch.tensor([anchor]))
-        gaps: list[float] = []
-
-        def choose(place: int, logits: torch.Tensor, gaps: list[float] = gaps) -> torch.Tensor:
-            best = logits[0].topk(2).values
-            gaps.append(float(best[0] - best[1]))
-            return logits.argmax(dim=-1)
-
-        found.append((sample_block(drafter, ids[anchor][None], hidden, choose).token_ids[0].tolist(), min(gaps)))
-    return found
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_every_draft_is_ours(target_folder: Path, tmp_path: Path, drafter: dict[str, Any]) -> None:
     """The engine's drafts, token for token: slots, positions, layer ids, masks and heads are all as trained."""
-    from transformers import AutoModelForCausalLM
-
     export = export_random(target_folder, tmp_path, **drafter)
     report = serve({"target": str(target_folder), "speculative_config": speculative_config(export),
                     "prompts": PROMPTS[:1], "max_tokens": 24, "record": True})
-    loaded, _ = load_exported(export)
-    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
-    tokens = report["tokens"][0]
-    expected = our_drafts(loaded, model, PROMPTS[0], tokens)
-    place, compared = 0, 0
-    for drafts in report["drafts"][0]:
-        if place >= len(tokens):
-            break
-        ours, gap = expected[place]
-        if gap > 1e-3:
-            assert drafts == ours, f"round after token {place}: the engine drafted {drafts}, we {ours}"
-            compared += 1
-        accepted = 0
-        while accepted < len(drafts) and tokens[place + 1 + accepted:place + 2 + accepted] == [drafts[accepted]]:
-            accepted += 1
-        place += accepted + 1
-    assert compared > 10
+    assert_drafts_are_ours(target_folder, export, PROMPTS[0], report)
 
 
 def test_sampled_drafts_and_targets(target_folder: Path, tmp_path: Path) -> None:

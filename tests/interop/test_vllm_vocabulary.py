@@ -10,22 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_drafts_are_ours
 from random_export import VOCABULARY, make_config, save_target
-from test_vllm import PROMPTS, PYTHON, our_drafts, serve
+from test_vllm import PROMPTS, PYTHON, serve
 
 from deepspec.drafters.config import IDS_KEY, shape_to_config
 from deepspec.drafters.registry import build_drafter, shape_from
 from deepspec.drafters.types import SharedWeights
 from deepspec.export import tensors
-from deepspec.export.load import load_exported
 from deepspec.targets.load import load_target
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEC_VLLM_PYTHON is not set: no vLLM to serve with")
 
 
 def test_every_draft_of_a_reduced_vocabulary_is_ours(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder, export = save_target(tmp_path / "target"), tmp_path / "export"
     config = make_config(folder, tmp_path / "run")
     target: Any = load_target(config.target, device="cpu", cache_dir=tmp_path / "data")
@@ -41,23 +39,7 @@ def test_every_draft_of_a_reduced_vocabulary_is_ours(tmp_path: Path) -> None:
     values.pop(IDS_KEY, None)
     (export / "config.json").write_text(json.dumps(values))
     tensors.write(export, tensors.collect(drafter, shape, drafter.shared, torch.float32))
-    loaded, _ = load_exported(export)
     report = serve({"target": str(folder), "prompts": PROMPTS[:1], "max_tokens": 24, "record": True,
                     "speculative_config": {"method": "dspark", "model": str(export), "num_speculative_tokens": 4,
                                            "draft_sample_method": "greedy"}})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = report["tokens"][0]
-    expected = our_drafts(loaded, model, PROMPTS[0], tokens)
-    place, compared = 0, 0
-    for drafts in report["drafts"][0]:
-        if place >= len(tokens):
-            break
-        ours, gap = expected[place]
-        if gap > 1e-3:
-            assert drafts == ours, f"round after token {place}: the engine drafted {drafts}, we {ours}"
-            compared += 1
-        accepted = 0
-        while accepted < len(drafts) and tokens[place + 1 + accepted:place + 2 + accepted] == [drafts[accepted]]:
-            accepted += 1
-        place += accepted + 1
-    assert compared > 10
+    assert_drafts_are_ours(folder, export, PROMPTS[0], report)

@@ -1,5 +1,6 @@
 """Composition: every stage with every experiment, and every kind of mistake, named with the nearest valid key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,26 @@ def test_mistakes_name_the_key_and_the_way_out(override: str, expected: str) -> 
         compose_config(["+experiment=tiny", override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key, group, expected", [
+    ("evaluation.temperature", "", "evaluate.temperatures"), ("optimiser.lrs", "", "optimizer.lr"),
+    ("calibrate.min_sample", "", "calibration.min_samples"), ("trainer.steps", "", "trainer.max_steps"),
+    ("max_steps", "", "trainer.max_steps"), ("data.sources.0.capp", "", "data.sources.0.cap"),
+    ("endpiont", "doctor", "endpoint"), ("drafters", "doctor", "drafter"), ("max_tokens", "doctor", "max_new_tokens"),
+    ("endpiont", "loop", "endpoint"), ("serv", "loop", "serve"), ("recrods", "calibration", "records"),
+    ("targt", "doctor", "target"), ("doctor.endpiont", "doctor", "doctor.endpoint"),
+    ("confidence.temprature", "calibration", "confidence.temperature"),
+])
+def test_near_groups_with_near_options_and_a_scripts_own_group_come_first(key: str, group: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{re.escape(expected)}'"):
+        compose_config(["+experiment=tiny", f"{key}=1"], group=group)
+
+
+def test_nothing_near_lists_what_stands_beside_it() -> None:
+    with pytest.raises(ConfigError, match="There are: optimizer.lr, ") as caught:
+        compose_config(["+experiment=tiny", "optimizer.xyzzy=1"])
+    assert "trainer" not in str(caught.value)
 
 
 def test_unknown_experiment_lists_the_nearest() -> None:

@@ -6,13 +6,13 @@ from typing import Any, Callable
 
 import pytest
 import torch
+from random_run import logits_of
 from safetensors.torch import load_file, save_file
 
 from deepspec.artifacts import read_manifest
 from deepspec.errors import InputRefused
 from deepspec.export import exporter, layout, tensors
 from deepspec.export.exporter import export_drafter, reverify
-from deepspec.export.gates import block_logits, fixed_tokens
 from deepspec.export.load import load_exported
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -23,12 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash anchor": {"algorithm": "dflash", "head": "none", "confidence_head": False},
     "dflash 1+N": {"algorithm": "dflash", "head": "none", "confidence_head": False, "sample_from_anchor": False},
 }
-
-
-def logits_of(drafter: Any) -> torch.Tensor:
-    ids = fixed_tokens(drafter.shape.vocab_size, 30)
-    features = torch.randn(30, 3 * 64, generator=torch.Generator().manual_seed(3))
-    return block_logits(drafter, features, ids, torch.tensor([1, 9, 20]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
