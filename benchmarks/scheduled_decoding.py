@@ -112,7 +112,7 @@ def main() -> None:
     known = recorded_logits(run_dir(config) / "confidence" / "records.npz", session.drafter_sha256)
     make = scheduler_factory(cost, session.drafter.shape.draft_length, config.scheduler, calibration(config, session),
                              logits=known)
-    rows = [measured(session, requests_of(config, max(4, 2 * size)), size, make) for size in sizes]
+    rows = [measured(session, requests_of(config, max(16, 2 * size)), size, make) for size in sizes]
     sys.stdout.write(json.dumps({"benchmark": "scheduled_decoding", "run": Path(sys.argv[1]).name, "rows": rows,
                                  "repeats": REPEATS, "tokens_per_answer": TOKENS, "torch": torch.__version__}) + "\n")
 

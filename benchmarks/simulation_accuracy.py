@@ -88,8 +88,9 @@ def decode(session: RunSession, requests: Sequence[DecodeRequest], size: int, mo
 
 
 def halves_of(config: Config) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
-    """Held-out prompts for the traces and, other conversations, for decoding; even over domains."""
-    found = held_out_requests(config, None)
+    """Held-out prompts for the traces and, other conversations, for decoding; even over domains and prompt lengths, or
+    the error would be chance in who came into which half."""
+    found = sorted(held_out_requests(config, None), key=lambda item: (item.domain, len(item.prompt_ids), item.id))
     return found[::2], found[1::2]
 
 

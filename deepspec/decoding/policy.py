@@ -19,10 +19,13 @@ from deepspec.scheduling import Floats, Ints, schedule_budget, schedule_prefixes
 _HISTORY = 128  # blocks whose survival the next decision is made from
 _DECAY = 0.98  # per block, of counts behind observed rates
 _PRIOR = 4.0  # blocks that the starting guess counts for
+_TRUST_DECAY = 0.996  # per block, of accepted against predicted tokens: noise of fewer than some 250 blocks decides
+_TRUST_PRIOR = 64.0  # predicted tokens, all accepted, that the trust in predictions begins with
+_SMOOTHING = 0.125  # weight of a new verdict's predictions
 _CLOSE = 1.5  # below this ratio of throughputs a profile is not believed without a look at the clock
 _MAX_TRIAL_GAP = 4096  # rounds between two trials of the choice that is predicted to be worse
 _VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
-_GROUPS = 16  # of settled blocks, each scheduled like a round, that a verdict is made of
+_GROUPS = _VERDICT_ROUNDS  # of settled blocks, each scheduled like a round, that a verdict is made of: those since the last
 _LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
 
 
@@ -90,7 +93,7 @@ class ThroughputScheduler:
             mean = self._prior.mean(axis=0)
             self._guess = mean / np.maximum(np.concatenate(([1.0], mean[:-1])), 1e-9)
         self._survived = self._guess * _PRIOR
-        self._predicted = self._observed = _PRIOR
+        self._predicted = self._observed = _TRUST_PRIOR
         self.trial = False  # whether the round that drafts now only looks whether it would pay: a few requests will do
         self.blind = self.reread = self.trial_is_due = False  # see should_draft
         self._idle = 0  # rounds since a choice was last tried against the prediction
@@ -166,7 +169,10 @@ class ThroughputScheduler:
         over those of a plain one."""
         made, gain, ratio = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0))
         if self._settled - made >= _VERDICT_ROUNDS or made < min(_VERDICT_ROUNDS, self._settled):
-            gain, ratio = self._gain(requests)
+            known = requests in self._verdicts
+            new = self._gain(requests, _GROUPS if known else _HISTORY)
+            weight = _SMOOTHING if known else 1.0
+            gain, ratio = gain + weight * (new[0] - gain), ratio + weight * (new[1] - ratio)
             self._verdicts[requests] = (self._settled, gain, ratio)
         if self.drift is not None:
             factor = self.drift.drafting(requests)
@@ -181,11 +187,11 @@ class ThroughputScheduler:
         token = (seconds[-1] - seconds[0]) / (len(seconds) - 1)
         return pays and (1.0 - 1.0 / gain) * left * seconds[0] / requests > context * token
 
-    def _gain(self, requests: int) -> tuple[float, float]:
+    def _gain(self, requests: int, most: int) -> tuple[float, float]:
         """Predicted tokens per second with drafting, lengths chosen as they would be, over those of plain decoding, and
-        the same for the seconds of a round."""
+        the same for the seconds of a round; of the latest blocks, scheduled in at most ``most`` groups."""
         blocks = np.stack(self._history)
-        groups = max(1, min(_GROUPS, len(blocks) // requests))
+        groups = max(1, min(most, len(blocks) // requests))
         take = np.arange(groups * requests) % len(blocks)
         trust = self._observed / self._predicted  # how many accepted tokens each predicted one turned out to be
         rates, plain, _ = self._priced(requests)
@@ -233,8 +239,9 @@ class ThroughputScheduler:
         position = np.arange(self.draft_length)
         judged = position < known[:, None]
         decay = _DECAY ** len(survival)
-        self._predicted = decay * self._predicted + float(survival[judged].sum())
-        self._observed = decay * self._observed + float(accepted.sum())
+        trusted = _TRUST_DECAY ** len(survival)
+        self._predicted = trusted * self._predicted + float(survival[judged].sum())
+        self._observed = trusted * self._observed + float(accepted.sum())
         reached = judged & (position <= accepted[:, None])
         self._reached = decay * self._reached + reached.sum(axis=0) + (1 - decay) * _PRIOR
         survived = (position < accepted[:, None]).sum(axis=0)
