@@ -118,7 +118,7 @@ def _domains(setting: Setting, benchmarks: Sequence[str]) -> dict[str, list[str]
 class Latencies:
     """Milliseconds of a round of one request (Eq. 1), medians of the profiles' cells."""
 
-    draft_ms: list[float]  # of each training
+    draft_ms: list[float]  # of each training, at the pace of all of them
     verify_ms: float  # of the whole block; of all trainings that verify as many tokens: it is the same work
     alone_ms: float  # of a step of the target alone
 
@@ -133,6 +133,17 @@ def _target_ms(runs: Sequence[RunFiles], verify_tokens: int) -> Optional[float]:
     return median(found) if found else None
 
 
+def _pace(files: RunFiles, runs: Sequence[RunFiles]) -> float:
+    """How long the target's own work took in this profile relative to all of them.
+
+    A machine is faster in one hour than in the next; the target's steps, the same work in every run, tell by how much.
+    """
+    lengths = {cell["verify_tokens"] for cell in files.cells if is_number(cell.get("verify_tokens"))}
+    found = [own / every for tokens in lengths
+             if (own := _target_ms([files], tokens)) and (every := _target_ms(runs, tokens))]
+    return median(found) if found else 1.0
+
+
 def _draft_length(files: RunFiles) -> int:
     length: Any = files.evaluation.get("draft_length")
     return int(length) if is_number(length) else 0
@@ -140,7 +151,8 @@ def _draft_length(files: RunFiles) -> int:
 
 def latencies(group: Group, runs: Sequence[RunFiles]) -> Optional[Latencies]:
     """Of ``group``; ``runs`` are all trainings on that machine. None where a profile lacks the cells for it."""
-    drafts = [[cell["draft_ms"] for cell in _cells(files, _draft_length(files) + 1)] for files in group.runs]
+    drafts = [[cell["draft_ms"] / _pace(files, runs) for cell in _cells(files, _draft_length(files) + 1)]
+              for files in group.runs]
     verify, alone = _target_ms(runs, _draft_length(group.runs[0]) + 1), _target_ms(runs, 1)
     if not all(drafts) or verify is None or alone is None:
         return None

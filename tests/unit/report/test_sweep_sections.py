@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def test_table_one() -> None:
     low, high = gains["dflash"].macro.interval
     assert low < 0.2 < high
     json.dumps(found.to_json())
+
+
+def test_a_machine_that_was_slower_for_some_jobs_changes_no_speed() -> None:
+    (even,) = compare_groups(grouped(jobs()))
+    found = jobs()
+    for place in (1, 3, 8):
+        options, files = found[place]
+        slower = tuple(cell | {name: 1.4 * cell[name] for name in ("draft_ms", "verify_ms")} for cell in files.cells)
+        found[place] = (options, replace(files, cells=slower))
+    (drifted,) = compare_groups(grouped(found))
+    assert [row.draft_ms for row in drifted.rows] == pytest.approx([row.draft_ms for row in even.rows])
+    for one, other in zip(drifted.rows, even.rows):
+        assert one.speedup.interval == pytest.approx(other.speedup.interval)
 
 
 def test_without_repetition_the_interval_is_of_prompts_alone() -> None:
