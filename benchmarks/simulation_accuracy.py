@@ -43,6 +43,7 @@ from deepspec.training.session import RunSession
 
 SIMULATIONS = 8  # of each pair, with other seeds; their mean is the prediction
 PASSES = 3  # of decoding, with other random numbers; a part of the profile lies before, between and after them
+CONTEXTS = [64, 256]  # between which prices are interpolated: a batch costs what its longest context does
 MODES = ("none", "fixed", "scheduled")
 CLOCK = time.process_time
 
@@ -51,7 +52,7 @@ def profile(config: Config, session: RunSession, sizes: Sequence[int], seed: int
     """Cells and extras of one part of the profile."""
     length = session.drafter.shape.draft_length
     options = ProfileConfig(num_reqs=sorted({1, 2, 4, *sizes}), verify_lengths=sorted({0, 1, 2, 4, length}),
-                            kv_lengths=config.profile.kv_lengths, prefill_tokens=[32, 128], samples_per_cell=5,
+                            kv_lengths=CONTEXTS, prefill_tokens=[32, 128], samples_per_cell=5,
                             warmup=1, max_batch_tokens=1024)
     runner = DecoderRunner(session.target, session.drafter, seed, clock=CLOCK)
     extras = ExtrasSampler(runner, options, seed=seed)
@@ -75,7 +76,7 @@ def merged(parts: Sequence[tuple[Sequence[ProfileCell], dict[str, Any]]]) -> Ste
     prefill = [PrefillCell(group[0].tokens, group[0].n, float(np.mean([one.alone_ms for one in group])),
                            float(np.mean([one.drafting_ms for one in group])))
                for group in zip(*([PrefillCell(**one) for one in part["prefill"]] for part in extras))]
-    return StepCosts.from_cells(cells, {"alone": alone, "prefill": prefill})
+    return StepCosts.from_cells(cells, {"alone": alone, "prefill": prefill, "padded": True})
 
 
 def decode(session: RunSession, requests: Sequence[DecodeRequest], size: int, mode: str, scheduler: Any,

@@ -11,6 +11,7 @@ import numpy as np
 from deepspec.config.schema import ProfileConfig
 from deepspec.errors import InputRefused
 
+IN_PROCESS = "deepspec in process"  # engine of a profile of our own decoder
 _EXTRA_SAMPLES = 3  # of each, at least
 
 
@@ -82,14 +83,16 @@ class ExtrasSampler:
 
 
 def read_extras(path: str | PathLike[str]) -> dict[str, Sequence[Any]]:
-    """``alone`` (rows) and ``prefill`` (cells) of sps.json; empty where the profile has none.
+    """``alone`` (rows) and ``prefill`` (cells) of sps.json, empty where the profile has none, and ``padded``: whether it
+    is of our own decoder, whose rows all cost what the longest context in the batch does.
 
     Raises InputRefused for a missing or damaged file.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         return {"alone": list(values.get("rounds_alone", ())),
-                "prefill": [PrefillCell(**row) for row in values.get("prefill", ())]}
+                "prefill": [PrefillCell(**row) for row in values.get("prefill", ())],
+                "padded": str(values.get("engine", "")).startswith(IN_PROCESS)}
     except FileNotFoundError:
         raise InputRefused(f"throughput profile not found: {path}. Make it with: launch/profile_throughput.py"
                            ) from None

@@ -13,6 +13,7 @@ import torch
 from deepspec.artifacts import SCHEMA_VERSION, atomic_write_bytes, atomic_write_json
 from deepspec.decoding.cost import ProfileCell
 from deepspec.profiling.additive import fit_additive, identifiable
+from deepspec.profiling.extras import IN_PROCESS
 from deepspec.profiling.measure import Measurement
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def hardware() -> str:
 
 def conditions(target: Any) -> dict[str, Any]:
     """Header fields that must agree where the table is used."""
-    return {"hardware": hardware(), "engine": f"deepspec in process, torch {torch.__version__}",
+    return {"hardware": hardware(), "engine": f"{IN_PROCESS}, torch {torch.__version__}",
             "target_sha256": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
 
 

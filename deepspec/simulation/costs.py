@@ -25,6 +25,7 @@ class StepCosts:
     alone_requests: Floats  # [m] request counts of rounds that the target runs without a drafter
     alone_seconds: Floats  # [m]
     prefill: tuple[PrefillCell, ...] = ()
+    padded: bool = False  # every row costs what the longest context in the batch does
 
     @classmethod
     def from_cells(cls, cells: Sequence[ProfileCell], extras: dict[str, Any]) -> "StepCosts":
@@ -41,7 +42,8 @@ class StepCosts:
             alone = [(int(count), float(first.verify_curve(int(count))(count))) for count in first.requests]
         counts, seconds = zip(*alone)
         return cls(tuple(depths), tables, np.array(counts, dtype=np.float64),
-                   np.maximum.accumulate(np.array(seconds)), tuple(extras["prefill"]))
+                   np.maximum.accumulate(np.array(seconds)), tuple(extras["prefill"]),
+                   bool(extras.get("padded", False)))
 
     @classmethod
     def load(cls, directory: str | PathLike[str]) -> "StepCosts":
@@ -66,9 +68,16 @@ class StepCosts:
         """Drafting for ``requests`` rows."""
         return self._at_depth(kv_len, lambda table: table.draft_seconds(requests))
 
-    def alone_round(self, requests: int) -> float:
-        """A round of plain decoding by a target that has no drafter at its side."""
-        return float(interpolate(self.alone_requests, self.alone_seconds, np.array([float(requests)]))[0])
+    def context(self, contexts: Sequence[int]) -> float:
+        """The context length that prices a step of rows with these, in tokens."""
+        return float(max(contexts) if self.padded else np.mean(contexts))
+
+    def alone_round(self, requests: int, kv_len: float) -> float:
+        """A round of plain decoding by a target that has no drafter at its side: measured at the shallowest context,
+        deeper ones add what they add to the same step beside a drafter."""
+        shallow = float(interpolate(self.alone_requests, self.alone_seconds, np.array([float(requests)]))[0])
+        deeper = self.verify_seconds(requests, requests, kv_len) - self.verify_seconds(requests, requests, 0.0)
+        return shallow + max(deeper, 0.0)
 
     def prefill_seconds(self, tokens: int, *, drafting: bool) -> tuple[float, float]:
         """(what a step of prompts alone takes, what ``tokens`` of prompt add to a step that decodes).

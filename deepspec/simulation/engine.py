@@ -163,10 +163,13 @@ class Simulation:
         whole, added = self._costs.prefill_seconds(prompts, drafting=not self._policy.alone)
         if requests == 0:
             return whole
+        # Contexts grow by a token a step; prices do not change that fast.
+        bucket = int(self._costs.context([row.context for row in ready])) // 16 * 16
         if self._policy.alone:
-            return self._costs.alone_round(requests) + added
-        depth = sum(row.context for row in ready) / requests
-        bucket = int(depth) // 16 * 16  # contexts grow by a token a step; prices do not change that fast
+            key = (requests, -1, bucket)
+            if key not in self._prices:
+                self._prices[key] = self._costs.alone_round(requests, bucket)
+            return self._prices[key] + added
         key = (requests, requests + int(lengths.sum()), bucket)
         if key not in self._prices:
             self._prices[key] = self._costs.verify_seconds(*key)

@@ -107,6 +107,20 @@ def test_longer_contexts_cost_more_when_they_were_profiled() -> None:
     assert deep.verify_seconds(1, 1, 5000) == pytest.approx(27e-3)
 
 
+def test_plain_rounds_get_dearer_with_the_context_too() -> None:
+    deep = costs(depths=(64, 128), deep=2.0)
+    assert deep.alone_round(1, 64.0) == pytest.approx(9e-3) and deep.alone_round(1, 128.0) == pytest.approx(18e-3)
+    assert deep.alone_round(4, 96.0) == pytest.approx((12.0 + 6.0) / 1e3)
+    outcome = serve(traces([[0]], prompt=128, answer=2), deep, Policy("none"))
+    assert outcome.seconds == pytest.approx((1.0 + 12.8 + 18.0) / 1e3)
+
+
+def test_our_own_decoder_pays_for_the_longest_context_and_engines_with_pages_for_the_mean() -> None:
+    deep = costs(depths=(64, 128), deep=2.0)
+    assert replace(deep, padded=True).context([64, 64, 128]) == 128.0
+    assert deep.context([64, 64, 128]) == pytest.approx(256 / 3)
+
+
 def test_domain_mix_is_met_exactly_and_unknown_domains_are_refused() -> None:
     found = traces([[0]] * 6, domains=["math"] * 3 + ["code"] * 3)
     rows = draw(found, Workload(40, 4, None, {"math": 3.0, "code": 1.0}), np.random.default_rng(0))
