@@ -105,8 +105,8 @@ def test_prompts_and_plain_rounds_are_kept_in_the_table(tmp_path: Path) -> None:
                                                                             (4, pytest.approx(6.0))]
     assert [(cell.tokens, cell.alone_ms, cell.drafting_ms, cell.n) for cell in found["prefill"]] == [
         (10, pytest.approx(2.0), pytest.approx(4.0), 8), (50, pytest.approx(6.0), pytest.approx(12.0), 8)]
-    assert found["padded"]
-    (path / "sps.json").write_text(json.dumps(values | extras | {"engine": "vllm 0.32"}))
-    assert not read_extras(path / "sps.json")["padded"]
+    assert not found["padded"]
+    (path / "sps.json").write_text(json.dumps(values | extras | {"engine": "deepspec in process, torch 2"}))
+    assert read_extras(path / "sps.json")["padded"], "our own decoder"
     with pytest.raises(InputRefused, match="not found"):
         read_extras(tmp_path / "none.json")
