@@ -9,6 +9,8 @@ a machine's speed drifts; traces come from one half of the held-out conversation
 half, in two domain mixes. Times are CPU seconds of one thread, so that other jobs on the machine disturb little. Prints
 one JSON line: per mix, way of decoding and concurrency the simulated and the measured tokens per second, their relative
 error, and the lowest and highest of the passes (``spread``): what of an error chance and the machine can explain.
+``same_error`` is the error with traces of the decoded conversations themselves, drawn with other random numbers: what
+it is smaller by comes from the halves not being alike.
 """
 
 import json
@@ -88,6 +90,13 @@ def decode(session: RunSession, requests: Sequence[DecodeRequest], size: int, mo
     return list(decoder.decode(requests)), decoder.timings
 
 
+def recorded(session: RunSession, requests: Sequence[DecodeRequest], size: int, tokens: int) -> Traces:
+    """Traces of two decodes with whole blocks."""
+    found = [result for seed in (11, 12)
+             for result in decode(session, requests, size, "fixed", None, seed, tokens)[0]]
+    return traces_of(found, session.drafter.shape.draft_length, drafter_sha256=session.drafter_sha256)
+
+
 def halves_of(config: Config) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
     """Held-out prompts for the traces and, other conversations, for decoding; even over domains and prompt lengths, or
     the error would be chance in who came into which half."""
@@ -149,9 +158,7 @@ def main() -> None:
     tokens, *sizes = [int(value) for value in sys.argv[2:]] or [64, 1, 4, 16]
     fit, test = halves_of(config)
     parts = [profile(config, session, sizes, 0)]
-    recorded = [result for seed in (11, 12)
-                for result in decode(session, fit, max(sizes), "fixed", None, seed, tokens)[0]]
-    traces = traces_of(recorded, session.drafter.shape.draft_length, drafter_sha256=session.drafter_sha256)
+    traces, same = (recorded(session, half, max(sizes), tokens) for half in (fit, test))
     known = Subject("run", traces, merged(parts), calibration=calibration(config, session))
     mixes = mixes_of(sorted({item.domain for item in test}))
     passes = []
@@ -165,13 +172,16 @@ def main() -> None:
         actual = sum(one.tokens for one in timings) / sum(one.total_seconds for one in timings)
         single = [one.tokens / one.total_seconds for one in timings]
         expected = predict(traces, subject, mode, mixes[place], size, requests_at(size))
+        own = predict(same, replace(subject, traces=same), mode, mixes[place], size, requests_at(size))
         pairs.append({"mix": mixes[place], "mode": mode, "concurrency": size, "simulated": round(expected, 2),
                       "measured": round(actual, 2), "error": round(expected / actual - 1.0, 4),
+                      "same_error": round(own / actual - 1.0, 4),
                       "spread": [round(min(single), 2), round(max(single), 2)]})
-    errors = [abs(pair["error"]) for pair in pairs]
+    errors, same_errors = ([abs(pair[kind]) for pair in pairs] for kind in ("error", "same_error"))
     sys.stdout.write(json.dumps({
         "benchmark": "simulation_accuracy", "run": Path(sys.argv[1]).name, "pairs": pairs,
         "worst_error": max(errors), "within_15_percent": sum(error <= 0.15 for error in errors),
+        "worst_same_error": max(same_errors), "same_within_15_percent": sum(error <= 0.15 for error in same_errors),
         "conversations": [len(fit), len(test)], "answer_tokens_at_most": tokens, "torch": torch.__version__}) + "\n")
 
 
