@@ -23,6 +23,7 @@ from deepspec.config.compose import (
     quiet_third_party, register_schema, split_argv, to_config,
 )
 from deepspec.config.schema import Config
+from deepspec.config.unread import refuse_unread
 from deepspec.errors import ConfigError, InputRefused, UserError
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def in_group(argument: str, group: str) -> str:
 def _prepare(name: str, script: Script) -> tuple[list[str], list[str]]:
     """Check the whole command before torch is imported. Returns Hydra's flags and the overrides."""
     overrides, flags = split_argv(adapt_argv(sys.argv[1:], os.environ))
+    given = parse_overrides(overrides)
     overrides = with_stored_overrides(overrides)
     if any(item.key_or_group.partition(".")[0] == "sweep" for item in parse_overrides(overrides)):
         raise ConfigError("sweep and its options belong to python launch/sweep.py -m, which starts this script once "
@@ -94,8 +96,11 @@ def _prepare(name: str, script: Script) -> tuple[list[str], list[str]]:
     from deepspec.planning.plan import make_plan, render
     from deepspec.planning.preflight import preflight
     from deepspec.planning.validate import validate
+    from deepspec.runs.status import read_status
 
     validate(config)
+    if read_status(Path(config.run.dir)) is None:  # the command of a sweep's job was judged with the whole sweep
+        refuse_unread(given, [config.drafter.algorithm])
     if config.plan:
         config.stages = list(chosen)
         if os.environ.get("RANK", "0") == "0":

@@ -1,13 +1,16 @@
 """The command line of a sweep, checked value by value before the first job starts."""
 
 import fnmatch
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+import json
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from hydra.core.override_parser.types import Glob, Override
+from omegaconf import OmegaConf
 
-from deepspec.config.compose import compose_config, options, parse_overrides, split_argv
+from deepspec.config.compose import CONF_DIR, compose_config, options, parse_overrides, split_argv
 from deepspec.config.schema import Config
 from deepspec.config.schema_sweep import OBJECTIVES
+from deepspec.config.unread import refuse_unread
 from deepspec.errors import ConfigError
 
 _OWN = ("sweep", "run.name", "run.dir", "tracking.group")  # the sweep's, not its jobs': those get their own
@@ -48,7 +51,9 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str], validate: Vali
     kept = [item for item in parsed if not item.is_sweep_override()]
     common = [str(item.input_line) for item in kept]
     rewritten = [f"{item.get_key_element()}={item.get_value_element_as_str()}" for item in kept]
-    config = check_values(varied, common, validate)
+    config, algorithms = check_values(varied, common, validate)
+    if not any(item.key_or_group == "sweep" or item.key_or_group.startswith("hydra.sweeper") for item in parsed):
+        refuse_unread(parsed, algorithms)  # the others may choose drafters that are not seen here
     objective = config.sweep.objective
     if objective not in OBJECTIVES:
         raise ConfigError(f"sweep.objective={objective!r} is unknown: use one of {', '.join(OBJECTIVES)}.")
@@ -58,25 +63,28 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str], validate: Vali
     return SweepCommand(flags, overrides, common, [*common, *rewritten], config)
 
 
-def check_values(varied: Sequence[Override], common: Sequence[str], validate: Validate) -> Config:
-    """Compose and validate a job for every single value of every swept option; returns the first one's configuration.
+def check_values(varied: Sequence[Override], common: Sequence[str], validate: Validate) -> tuple[Config, list[str]]:
+    """Compose and validate a job for every single value of every swept option; returns the first one's configuration,
+    and the drafters' algorithms.
 
     Options are varied one by one, so that a grid of thousands is checked in seconds; a combination that is refused
     only together fails as a job.
     """
     values = {item.get_key_element(): _values(item) for item in varied}
     first = {key: found[0] for key, found in values.items()}
-    checked = None
+    checked, algorithms = None, []
     for key, found in values.items():
         for value in found:
             chosen = first | {key: value}
             config = compose_config([*common, *(f"{name}={text}" for name, text in chosen.items())], "sweep")
             validate(config)
             checked = checked or config
+            algorithms.append(config.drafter.algorithm)
     if checked is None:
         checked = compose_config(list(common), "sweep")
         validate(checked)
-    return checked
+        algorithms.append(checked.drafter.algorithm)
+    return checked, sorted(set(algorithms))
 
 
 def _values(item: Override) -> list[str]:
@@ -92,7 +100,27 @@ def _values(item: Override) -> list[str]:
 
 
 def job_overrides(task: Sequence[str]) -> list[str]:
-    """What a job's own command line repeats of the overrides Hydra gave it."""
+    """What a job's own command line repeats of the overrides Hydra gave it; first, so that given ones win, what the
+    files of the sweep set for every job."""
     parsed = parse_overrides(list(task))
-    return [text for text, item in zip(task, parsed, strict=True)
-            if item.key_or_group not in _OWN and not item.key_or_group.startswith("sweep.")]
+    own = [text for text, item in zip(task, parsed, strict=True)
+           if item.key_or_group not in _OWN and not item.key_or_group.startswith("sweep.")]
+    return [*(text for item in parsed if item.key_or_group == "sweep" for text in _set_by_file(item)), *own]
+
+
+def _set_by_file(choice: Override) -> Iterator[str]:
+    """Options of the jobs in the files that ``+sweep=NAME`` names; Hydra's own stay with the sweep."""
+    chosen: Any = choice.value()
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        content: Any = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "sweep" / f"{name}.yaml"))
+        for group, values in content.items():
+            if group not in ("hydra", "defaults"):
+                yield from _leaves(group, values)
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield f"{key}={json.dumps(value)}"
