@@ -45,8 +45,17 @@ def _means(records: ConfidenceRecords, logits: ArrayLike, weights: NDArray[np.in
         if known.any():
             squared = np.square(survival[known, k] - records.survived[known, k])
             columns["brier"].append(weights[:, known] @ squared / np.maximum(weights[:, known].sum(axis=1), 1))
-    return {name: np.nanmean(values, axis=0) if values else np.full(len(weights), np.nan)
-            for name, values in columns.items()}
+    return {name: _mean(values, len(weights)) for name, values in columns.items()}
+
+
+def _mean(values: list[Floats], draws: int) -> Floats:
+    """Mean over the positions that have a value, [D]; NaN in a draw where none has."""
+    if not values:
+        return np.full(draws, np.nan)
+    table = np.array(values)
+    known = np.isfinite(table)
+    count = known.sum(axis=0)
+    return np.where(count > 0, np.where(known, table, 0.0).sum(axis=0) / np.maximum(count, 1), np.nan)
 
 
 def _entry(first: Floats, second: Floats, interval: Optional[tuple[float, float]]) -> dict[str, Any]:
@@ -67,7 +76,8 @@ def compare_heads(records: ConfidenceRecords, joint: ArrayLike, refit: ArrayLike
                   seed: int) -> dict[str, Any]:
     """AUC, Brier score and ECE of two heads' logits [n, K] on the same blocks: means over positions.
 
-    ``difference`` is refit minus joint, with a 95 % interval over conversations drawn with replacement, the same ones
+    A mean is None where no position has data for it (an AUC needs survivors and others); draws without any are left out
+    of the interval, which is None if none is left. ``difference`` is refit minus joint, with a 95 % interval over conversations drawn with replacement, the same ones
     for both heads.
     """
     weights = _rows(records, draws, seed)

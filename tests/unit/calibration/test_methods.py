@@ -245,3 +245,17 @@ def test_diagrams_make_a_file_of_their_own(calibration):
     text = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "position 4" in text and "after < 1" in text
     assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) == 4
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("accepted, difference", [((1, 0, 0, 0), 0.0), ((0, 0, 0, 0), None)])
+def test_heads_are_compared_where_draws_have_no_data(accepted, difference):
+    """Draws without the one survivor have no AUC and are left out; without any survivor there is none to tell."""
+    names = np.array(["a", "b", "c", "d"])
+    records = ConfidenceRecords(RecordsOrigin(1, "d" * 64, 1.0, (1.0,)), np.float32([[2], [1], [0], [-1]]),
+                                np.array(accepted), np.ones(4, np.int64), np.full((4, 1), np.nan, np.float32),
+                                names, names)
+    found = compare_heads(records, records.logits, records.logits + 1.0, num_bins=4, draws=40, seed=0)
+    assert found["auc"]["difference"] == difference
+    assert found["auc"]["difference_ci95"] == (None if difference is None else [0.0, 0.0])
+    assert found["brier"]["difference"] is not None
