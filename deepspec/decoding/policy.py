@@ -25,7 +25,7 @@ _SMOOTHING = 0.125  # weight of a new verdict's predictions
 _CLOSE = 1.5  # below this ratio of throughputs a profile is not believed without a look at the clock
 _MAX_TRIAL_GAP = 4096  # rounds between two trials of the choice that is predicted to be worse
 _VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
-_GROUPS = _VERDICT_ROUNDS  # of settled blocks, each scheduled like a round, that a verdict is made of: those since the last
+_GROUPS = _VERDICT_ROUNDS  # of blocks, each scheduled like a round, that a verdict is made of: those since the last
 _LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
 
 

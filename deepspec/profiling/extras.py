@@ -83,8 +83,8 @@ class ExtrasSampler:
 
 
 def read_extras(path: str | PathLike[str]) -> dict[str, Sequence[Any]]:
-    """``alone`` (rows) and ``prefill`` (cells) of sps.json, empty where the profile has none, and ``padded``: whether it
-    is of our own decoder, whose rows all cost what the longest context in the batch does.
+    """``alone`` (rows) and ``prefill`` (cells) of sps.json, empty where the profile has none, and ``padded``: whether
+    it is of our own decoder, whose rows all cost what the longest context in the batch does.
 
     Raises InputRefused for a missing or damaged file.
     """

@@ -66,6 +66,14 @@ def test_a_command_is_read() -> None:
         TINY, "drafter.block_size=3"]
 
 
+def test_what_a_sweeps_file_sets_reaches_its_jobs_and_given_values_win() -> None:
+    jobs = job_overrides([TINY, "+sweep=block_size", "drafter.block_size=16"])
+    assert compose_config(jobs).profile.verify_lengths == [0, 1, 3, 16]
+    assert compose_config([TINY]).profile.verify_lengths != [0, 1, 3, 16]
+    given = job_overrides([TINY, "profile.verify_lengths=[0,2]", "+sweep=block_size"])
+    assert compose_config(given).profile.verify_lengths == [0, 2]
+
+
 @pytest.mark.parametrize("words, environ, part", [
     ([TINY, "drafter.block_size=3,4"], {"RANK": "0"}, "launcher of its own"),
     ([TINY, "drafter.block_size=3,4", "run.dir=x"], {}, "run.name=NAME"),
