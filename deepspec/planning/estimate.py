@@ -11,6 +11,7 @@ from deepspec.config import paths
 from deepspec.config.schema import STAGES, Config
 from deepspec.planning import memory, peak, texts, work
 from deepspec.planning.ranks import trainer_ranks
+from deepspec.planning.require import names_folder
 from deepspec.planning.sizes import ParameterCount, count_parameters
 
 
@@ -76,6 +77,7 @@ class Plan:
     batch_unit: str  # what ``Fit.largest`` counts
     stages: tuple[StagePlan, ...]
     disks: tuple[Disk, ...]
+    warnings: tuple[str, ...]  # what the job would be refused for
 
 
 def stage_output(config: Config, stage: str) -> Path:
@@ -172,6 +174,15 @@ def plan_fits(config: Config, parameters: ParameterCount, workload: work.Workloa
     )
 
 
+def missing_target(config: Config) -> tuple[str, ...]:
+    """A line where ``target.path`` names a local folder that is not there."""
+    target = config.target
+    if target.source != "hf" or not names_folder(target.path) or Path(target.path).expanduser().is_dir():
+        return ()
+    return (f"This job would be refused: target.path={target.path!r} is not a folder. Give the target's folder or a "
+            "hub id.",)
+
+
 def make_plan(config: Config) -> Plan:
     """The plan of ``config``, from its options and from what is on disk."""
     parameters = count_parameters(config)
@@ -196,5 +207,5 @@ def make_plan(config: Config) -> Plan:
         target_rank_bytes=peak.target_rank_bytes(config, parameters, workload.packs) if target_ranks else 0,
         batch_unit="samples of trainer.micro_batch_size" if config.trainer.pack_tokens is None else
         "tokens of trainer.pack_tokens",
-        disks=needed_disk(config, workload, stages),
+        disks=needed_disk(config, workload, stages), warnings=missing_target(config),
     )

@@ -138,6 +138,8 @@ def render(plan: Plan) -> str:
         _parameters(plan), _memory(plan), _work(plan), _time(plan),
         _disk(plan),
     ]
+    if plan.warnings:
+        blocks.append(list(plan.warnings))
     missing = [stage.name for stage in plan.stages if stage.missing]
     if missing:
         blocks.append([f"This job would be refused: {' and '.join(missing)} are not there, and stages leaves them out. "

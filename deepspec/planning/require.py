@@ -44,3 +44,8 @@ def wholes(prefix: str, group: Any, names: Iterable[str], least: int) -> None:
         value = getattr(group, name)
         if value is not None:
             whole(f"{prefix}.{name}", value, least)
+
+
+def names_folder(path: str) -> bool:
+    """Whether a target's path can only be a local folder: a hub id is OWNER/NAME and begins with neither . nor /."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -9,6 +9,7 @@ from deepspec.config import paths
 from deepspec.config.schema import Config, draft_length, drafter_layers
 from deepspec.drafters.v4.options import is_v4
 from deepspec.planning.packs import PackPlan, plan_packs
+from deepspec.planning.rows import most_prompts, source_rows
 from deepspec.planning.samples import SampleLength, cache_bytes_per_sample, cache_bytes_per_token, expected_length
 from deepspec.planning.sizes import ParameterCount, active_layers, drafter_head_dim, drafter_kv_heads
 from deepspec.planning.sizes_v4 import attention_flops
@@ -64,11 +65,12 @@ def expected_prompts(config: Config) -> tuple[Optional[int], str]:
         rows = count_rows(path)
         if rows:
             return rows, f"lines of {path}"
-    if config.data.max_prompts is not None:
-        return config.data.max_prompts, "data.max_prompts"
-    caps = [source.cap for source in config.data.sources]
-    if caps and all(cap is not None for cap in caps):
-        return sum(cap or 0 for cap in caps), "sum of data.sources[].cap"
+    most, limit = most_prompts(list(config.data.sources)), config.data.max_prompts
+    if most is not None and (limit is None or most.rows < limit):
+        caps = all(source_rows(source) is None for source in config.data.sources)
+        return most.rows, "sum of data.sources[].cap" if caps else f"{most.text} rows of data.sources[].path"
+    if limit is not None:
+        return limit, "data.max_prompts"
     return None, "unknown: neither data.max_prompts nor caps are set"
 
 

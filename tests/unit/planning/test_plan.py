@@ -10,8 +10,8 @@ from typing import Any, Callable
 import pytest
 
 from deepspec.config import paths
-from deepspec.config.schema import Config
-from deepspec.planning import memory, samples, work
+from deepspec.config.schema import Config, SourceConfig
+from deepspec.planning import memory, rows, samples, work
 from deepspec.planning.plan import duration, make_plan, render, size
 from deepspec.planning.sizes import count_parameters
 
@@ -155,6 +155,47 @@ def test_rows_on_disk_beat_the_options(composed: Callable[..., Config], tmp_path
     directory.mkdir(parents=True)
     (directory / "prompts.jsonl").write_text("{}\n" * 37)
     assert work.expected_prompts(config) == (37, f"lines of {directory / 'prompts.jsonl'}")
+
+
+def test_files_with_fewer_rows_than_the_limit(composed: Callable[..., Config], tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("+experiment=tiny", f"run.data_root={tmp_path}/data")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' * 39 + '\n{"prompt": "x"}')
+    config.data.sources = [SourceConfig(name="own", kind="jsonl", path=str(path))]
+    config.data.max_prompts = 100
+    assert work.expected_prompts(config) == (40, "40 rows of data.sources[].path")
+    config.data.max_prompts = 30
+    assert work.expected_prompts(config) == (30, "data.max_prompts")
+    config.data.max_prompts = None
+    config.data.sources[0].cap = 25
+    assert work.expected_prompts(config)[0] == 25
+    config.data.sources[0].cap, config.data.max_prompts = None, 10_000
+    monkeypatch.setattr(rows, "COUNTED_BYTES", 8)
+    monkeypatch.setattr(rows, "SAMPLE_BYTES", 160)
+    assert work.expected_prompts(config) == (40, "about 40 rows of data.sources[].path")
+    config.data.sources.append(SourceConfig(name="more", kind="embedded", path="math"))
+    assert work.expected_prompts(config) == (10_000, "data.max_prompts"), "an embedded source has no end"
+
+
+def test_rows_of_parquet_files_are_in_their_footer(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, count in (("a", 3), ("b", 4)):
+        parquet.write_table(pyarrow.table({"prompt": ["x"] * count}), tmp_path / f"{name}.parquet")
+    source = SourceConfig(name="own", kind="parquet", path=str(tmp_path))
+    assert rows.source_rows(source) == (7, True)
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    assert rows.source_rows(source) is None
+
+
+def test_a_plan_says_that_the_target_is_not_there(composed: Callable[..., Config], tmp_path: Path) -> None:
+    config = composed("+experiment=qwen3_8b", f"run.data_root={tmp_path}")
+    assert "is not a folder" not in render(make_plan(config))
+    config.target.path = f"{tmp_path}/nowhere"
+    assert f"refused: target.path='{tmp_path}/nowhere' is not a folder" in render(make_plan(config))
+    config.target.path = str(tmp_path)
+    assert "is not a folder" not in render(make_plan(config))
 
 
 @pytest.mark.parametrize("experiment", ["qwen3_8b", "qwen3_14b", "qwen3_0_6b", "smollm2_135m", "tiny"])

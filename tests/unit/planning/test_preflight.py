@@ -112,6 +112,12 @@ def test_missing_packages(config: Config, monkeypatch: pytest.MonkeyPatch) -> No
         preflight(config, ["prompts"])
 
 
+def test_a_package_is_no_folder(config: Config, tmp_path: Path) -> None:
+    config.target.source, config.target.path = "gguf_package", str(tmp_path)
+    with pytest.raises(InputRefused, match="is no Python package.*add target.source=hf"):
+        preflight(config, ["prompts"])
+
+
 @pytest.mark.parametrize("path, said", [("./nowhere", "is not a folder"), ("{tmp}", "has no config.json")])
 def test_target_folder(config: Config, tmp_path: Path, path: str, said: str) -> None:
     config.target.source, config.target.path = "hf", path.format(tmp=tmp_path)
