@@ -76,9 +76,9 @@ def compare_heads(records: ConfidenceRecords, joint: ArrayLike, refit: ArrayLike
                   seed: int) -> dict[str, Any]:
     """AUC, Brier score and ECE of two heads' logits [n, K] on the same blocks: means over positions.
 
-    A mean is None where no position has data for it (an AUC needs survivors and others); draws without any are left out
-    of the interval, which is None if none is left. ``difference`` is refit minus joint, with a 95 % interval over conversations drawn with replacement, the same ones
-    for both heads.
+    A mean is None where no position has data for it (an AUC needs survivors and others). ``difference`` is refit minus
+    joint, with a 95 % interval over conversations drawn with replacement, the same ones for both heads; draws without
+    data are left out of it, and it is None if none is left.
     """
     weights = _rows(records, draws, seed)
     first, second = _means(records, joint, weights), _means(records, refit, weights)

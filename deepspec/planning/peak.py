@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Mapping, Optional
 
 from deepspec.config.schema import Config
+from deepspec.drafters.v4.options import is_v4
 from deepspec.planning.memory import StateBytes, StepBytes, state_bytes, step_bytes
 from deepspec.planning.packs import PackPlan, plan_packs
 from deepspec.planning.samples import SampleLength
 from deepspec.planning.sizes import ParameterCount
+from deepspec.planning.sizes_v4 import stacked_elements
 
 BUCKET_ELEMENTS = 50_000_000  # gradients reduced together (training.engine; compared by a test)
 GATHERED_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's stage3_max_live_parameters)
@@ -46,9 +48,9 @@ def collective_bytes(trainable: int, precision: str, zero_stage: int, ranks: int
     return bucket * width + between
 
 
-def gathered_bytes(trainable: int, precision: str, zero_stage: int, ranks: int) -> int:
-    """Parameters that ZeRO-3 holds whole while a step lasts."""
-    held = min(GATHERED_ELEMENTS, trainable) if zero_stage == 3 and ranks > 1 else 0
+def gathered_bytes(trainable: int, precision: str, zero_stage: int, ranks: int, largest: int = 0) -> int:
+    """Parameters that ZeRO-3 holds whole while a step lasts; the ``largest`` one it gathers beyond its limit."""
+    held = min(GATHERED_ELEMENTS + largest, trainable) if zero_stage == 3 and ranks > 1 else 0
     return held * (2 if precision == "bf16" else 4)
 
 
@@ -76,7 +78,8 @@ def rank_bytes(config: Config, parameters: ParameterCount, packs: PackPlan, zero
     host = state.optimizer + state.gradients if "optimizer" in away else 0
     host += state.parameters if "param" in away and zero_stage == 3 else 0
     return RankBytes(state, step_bytes(config, parameters, packs),
-                     gathered_bytes(parameters.trainable, precision, zero_stage, ranks),
+                     gathered_bytes(parameters.trainable, precision, zero_stage, ranks,
+                                    stacked_elements(config) if is_v4(config.drafter.algorithm) else 0),
                      collective_bytes(parameters.trainable, precision, zero_stage, ranks),
                      0 if "optimizer" in away else update_bytes(parameters.trainable, zero_stage, ranks), host)
 

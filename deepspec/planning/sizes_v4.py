@@ -37,6 +37,12 @@ def idle_parameters(config: Config) -> int:
     return drafter.num_layers * (of.num_experts - of.experts_per_token) * 3 * inner * config.target.shape.hidden_size
 
 
+def stacked_elements(config: Config) -> int:
+    """Elements of one matrix of all experts of a stage, a single parameter."""
+    inner = config.drafter.intermediate_size or config.target.shape.intermediate_size
+    return _of(config).num_experts * inner * config.target.shape.hidden_size
+
+
 def kept_per_slot(config: Config, width: int) -> int:
     """Bytes that the backward pass of one stage keeps for one slot, elements of ``width`` bytes.
 

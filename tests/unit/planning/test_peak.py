@@ -88,6 +88,16 @@ def test_collectives_by_stage() -> None:
     assert peak.gathered_bytes(large, "bf16", 2, 8) == peak.gathered_bytes(large, "fp32", 3, 1) == 0
 
 
+def test_zero_3_gathers_a_stack_of_experts_beyond_its_limit(composed: Callable[..., Config]) -> None:
+    config = composed("+experiment=qwen3_4b", "drafter=dspark_v4", "export.formats=[deepspec]",
+                      "drafter.intermediate_size=2048")
+    stack = 256 * 2048 * 2560  # one of the three matrices of a stage's experts
+    counts = count_parameters(config)
+    rank = peak.rank_bytes(config, counts, plan_packs(config, LENGTH), 3, 64)
+    assert counts.trainable > 9 * stack
+    assert rank.gathered == 2 * (peak.GATHERED_ELEMENTS + stack)
+
+
 def test_objective_and_collectives_are_never_there_together(composed: Callable[..., Config]) -> None:
     config = composed("+experiment=qwen3_4b")
     counts = count_parameters(config)
