@@ -69,3 +69,8 @@ def test_options_that_a_run_was_started_with_are_not_judged_again(tmp_path: Path
     stored = [TINY, "drafter=eagle3", "export.formats=[deepspec]", "drafter.num_layers=3"]
     atomic_write_json(tmp_path / "overrides.json", stored)
     assert script("train_drafter", f"run.dir={tmp_path}", "plan=true").returncode == 0
+
+
+def test_a_sweep_has_no_plan() -> None:
+    refused = script("sweep", "-m", TINY, "drafter.block_size=4,8", "plan=true")
+    assert refused.returncode == 2 and "plan=true prints the plan of one job, not of a sweep" in refused.stderr
