@@ -59,10 +59,20 @@ def length_findings(exam: Exam, trained: int, tolerance: float) -> list[Finding]
                     f"{here:.2f}", fix, kind, "server", explains=_share(exam, here))]
 
 
+def _length_fault(says: str, limit: tuple[int, int]) -> Finding:
+    where = f"{limit[0]}" if limit[0] == limit[1] else f"{limit[0]} to {limit[1]}"
+    return Finding("length", f"{says}: drafting ends where a sequence reaches {where} tokens",
+                   "Give the drafter the target's length: max_position_embeddings in its config.json as exported, and "
+                   "no smaller max_model_len in the speculative configuration.", found_by="server")
+
+
 def coverage_findings(exam: Exam) -> list[Finding]:
     """Tokens that were made without drafts."""
     plain, limit = exam.coverage.plain, exam.coverage.limit
     total = sum(len(text.answer) for text in exam.texts) + plain
+    if exam.silent is not None:
+        return [_length_fault("every answer's counts are the trained drafter's up to a length, and nothing is accepted "
+                              "beyond", exam.silent)]
     if not plain:
         return []
     says = f"{plain} of {total} answered tokens were made without drafts"
@@ -70,10 +80,7 @@ def coverage_findings(exam: Exam) -> list[Finding]:
         return [Finding("undrafted", f"{says}, at no particular length: the engine drafts in some steps only",
                         "Compare without schedules by batch size, adaptive verification and other load.", NOTE,
                         "server")]
-    where = f"{limit[0]}" if limit[0] == limit[1] else f"{limit[0]} to {limit[1]}"
-    return [Finding("length", f"{says}: drafting ends where a sequence reaches {where} tokens",
-                    "Give the drafter the target's length: max_position_embeddings in its config.json as exported, and "
-                    "no smaller max_model_len in the speculative configuration.", found_by="server")]
+    return [_length_fault(says, limit)]
 
 
 def text_findings(exam: Exam) -> list[Finding]:
@@ -175,7 +182,7 @@ def diagnose(exam: Exam, static: Sequence[Finding], rendered: Sequence[Finding],
     lengths = length_findings(exam, trained, tolerance)
     found: list[Finding] = []
     files = list(static)
-    if is_short(replace_offline(exam), tolerance, certainty):
+    if exam.silent is None and is_short(replace_offline(exam), tolerance, certainty):
         found, files = acceptance_findings(exam, static, certainty, any(item.kind == FAULT for item in text))
     traffic = [] if short else traffic_findings(exam, tolerance, sampled)
     notes = [] if short else unnoticed(exam, tolerance)

@@ -7,12 +7,12 @@ from typing import Any, Optional, Sequence
 import numpy as np
 
 from deepspec.doctor.counts import Counts, PromptCounts, missing_length
-from deepspec.doctor.coverage import Coverage, coverage
+from deepspec.doctor.coverage import Coverage, coverage, silent_limit
 from deepspec.doctor.endpoint import Answer, Engine
 from deepspec.doctor.faults import Bench, Hypothesis, catalogue, needed_layers
 from deepspec.doctor.ranking import Ranked, rank
 from deepspec.doctor.reference import Prompt, Text, greedy_answers, greedy_margin, layer_outputs
-from deepspec.doctor.replay import Variant, replay
+from deepspec.doctor.replay import Variant, accepted_by_round, replay
 from deepspec.doctor.variants import rebuild, with_length
 from deepspec.errors import InputRefused
 
@@ -52,6 +52,7 @@ class Exam:
     ranked: list[Ranked] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)  # as served, as far as they were drafted
     coverage: Coverage = Coverage(())
+    silent: Optional[tuple[int, int]] = None  # sequence lengths from which on rounds accept nothing
     trials: Optional[Counts] = None  # of answers restricted to what suspects would draft
     trial_predictions: list[Counts] = field(default_factory=list)
 
@@ -150,4 +151,8 @@ def examine(engine: Engine, target: Any, drafter: Any, prompts: list[Prompt], to
     exam = Exam(prompts, counts, length, offline, predictions[0], compare_texts(target, prompts, answers, ours),
                 traffic, alone, hypotheses, variants, predictions, texts=texts, coverage=covered)
     exam.ranked = rank(counts, exam.named(), length)
+    if alone and not covered.plain:
+        kept = accepted_by_round(variants[0], texts, states, target.tokenizer_size)
+        exam.silent = silent_limit([len(text.prompt) for text in texts], [len(text.answer) for text in texts], counts,
+                                   kept, length)
     return exam

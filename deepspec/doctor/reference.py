@@ -4,6 +4,7 @@ T tokens of one text, D width.
 """
 
 import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any, Optional, Sequence
 
@@ -21,6 +22,7 @@ from deepspec.errors import InputRefused
 from deepspec.evaluation.benchmarks import Conversation, load_benchmark
 from deepspec.targets.sampling import Sampling
 
+log = logging.getLogger(__name__)
 EMBEDDING = -1  # the "layer" before the first one
 _BATCH = 16
 _FAR = 1e3  # logits
@@ -66,20 +68,30 @@ def read_prompts(config: Config, renderer: Renderer, longest: Optional[int]) -> 
     options = config.doctor
     benchmark = load_benchmark(BenchmarkConfig(name="doctor", path=options.prompts), responses_dir(config))
     found: list[Prompt] = []
+    skipped = 0
     for item in _interleaved(benchmark.conversations):
         turn = next((place for place, message in enumerate(item.messages) if is_slot(message)), len(item.messages))
         try:
             ids = tuple(renderer.prompt_ids(item.messages[:turn], item.tools))
         except RenderError:
             continue
-        if item.tools is None and (longest is None or len(ids) + options.max_new_tokens <= longest):
+        if item.tools is not None:
+            continue
+        if longest is not None and len(ids) + options.max_new_tokens > longest:
+            skipped += 1
+        else:
             found.append(Prompt(item.id, tuple(item.messages[:turn]), ids))
         if len(found) == options.max_prompts:
             break
     if not found:
         raise InputRefused(f"doctor.prompts={options.prompts!r} has no prompt that leaves room for "
-                           f"doctor.max_new_tokens={options.max_new_tokens} within the server's {longest} tokens. Give "
-                           "other prompts or a smaller number.")
+                           f"doctor.max_new_tokens={options.max_new_tokens} within the server's {longest} tokens "
+                           f"({skipped} are too long). Start the server with a longer max_model_len, or give other "
+                           "prompts or a smaller number.")
+    if skipped:
+        log.warning("%d reference prompts are left out: with doctor.max_new_tokens=%d they do not fit the %d tokens "
+                    "that the server's model length leaves; %d are asked", skipped, options.max_new_tokens, longest,
+                    len(found))
     return found
 
 

@@ -4,7 +4,7 @@ At temperature 0 verification accepts a draft token when it is the next token of
 every round. K draft tokens, D width, M feature layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -32,6 +32,7 @@ class _Row:
     anchor: int
     rounds: int
     accepted: list[int]
+    kept: list[int] = field(default_factory=list)  # of every round
 
     @property
     def open(self) -> bool:
@@ -79,19 +80,15 @@ def first_drafts(variant: Variant, texts: Sequence[Text], states: Sequence[Mappi
 
 
 @torch.no_grad()
-def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
-           tokenizer_size: int) -> Counts:
-    """Greedy rounds of ``variant`` over ``texts``, all texts together; ``states``: layer outputs per text.
-
-    The first token of an answer comes from the prefill, as in an engine. A last round that the text is too short to
-    judge is left out.
-    """
+def _rounds(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+            tokenizer_size: int) -> list[_Row]:
+    """The rows of ``texts`` after all their rounds."""
     length = variant.drafter.shape.draft_length
     drafts, rows = _open(variant, texts, states, tokenizer_size)
     while True:
         alive = [place for place, row in enumerate(rows) if row.open]
         if not alive:
-            break
+            return rows
         for place, drafted in zip(alive, _propose(drafts, rows, alive)):
             row = rows[place]
             following = row.text.ids[row.anchor + 1:row.anchor + 1 + length]
@@ -100,8 +97,26 @@ def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int
                 row.accepted[kept] += 1
                 kept += 1
             row.rounds += 1
+            row.kept.append(kept)
             end = row.anchor + kept + 1
             drafts.append(place, row.features[row.anchor:end], row.text.ids[row.anchor + 1:end + 1])
             row.anchor = end
+
+
+def accepted_by_round(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+                      tokenizer_size: int) -> list[list[int]]:
+    """Accepted draft tokens of every round of every text, in order."""
+    return [row.kept for row in _rounds(variant, texts, states, tokenizer_size)]
+
+
+def replay(variant: Variant, texts: Sequence[Text], states: Sequence[Mapping[int, Tensor]],
+           tokenizer_size: int) -> Counts:
+    """Greedy rounds of ``variant`` over ``texts``, all texts together; ``states``: layer outputs per text.
+
+    The first token of an answer comes from the prefill, as in an engine. A last round that the text is too short to
+    judge is left out.
+    """
+    length = variant.drafter.shape.draft_length
+    rows = _rounds(variant, texts, states, tokenizer_size)
     return Counts(tuple(PromptCounts(row.rounds, row.rounds * length, sum(row.accepted), tuple(row.accepted))
                         for row in rows))

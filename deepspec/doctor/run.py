@@ -98,7 +98,7 @@ def examine_server(config: Config, session: RunSession, engine: Engine) -> tuple
     differences = "; ".join(item.says for item in files if item.kind == FAULT)
     exam = examine(engine, session.target, session.drafter, prompts, options.max_new_tokens, served=served,
                    differences=differences)
-    if is_short(replace_offline(exam), options.tolerance, options.certainty):
+    if exam.silent is None and is_short(replace_offline(exam), options.tolerance, options.certainty):
         exam = settle(engine, session.target, exam, options.certainty)
     sampled = None
     if exam.traffic is not None and exam.traffic.rounds:

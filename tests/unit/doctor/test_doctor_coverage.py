@@ -1,7 +1,7 @@
 """Tokens without drafts, and the length from which on there are none, on counts made by hand."""
 
 from deepspec.doctor.counts import Counts, PromptCounts
-from deepspec.doctor.coverage import coverage
+from deepspec.doctor.coverage import coverage, silent_limit
 from deepspec.doctor.diagnosis import coverage_findings
 from deepspec.doctor.endpoint import Answer
 from deepspec.doctor.exam import Exam, TextCheck
@@ -52,3 +52,29 @@ def test_what_is_said_of_it() -> None:
     assert kinds(prompts, answers) == [("length", "fault")]
     assert coverage_findings(exam(prompts, answers))[0].says == (
         "29 of 64 answered tokens were made without drafts: drafting ends where a sequence reaches 24 to 25 tokens")
+
+
+KEPT = [[2, 0, 1, 3, 1, 0], [0, 4, 1, 0, 2], [1, 1]]
+
+
+def counted(rounds: int, *accepted: int) -> PromptCounts:
+    return PromptCounts(rounds, 4 * rounds, sum(accepted), accepted)
+
+
+def test_rounds_that_accept_nothing_beyond_a_length() -> None:
+    """Answers of 14 tokens: the first two go as trained for three and two rounds, the third prompt is too long."""
+    served = Counts((counted(10, 2, 1, 0, 0), counted(9, 1, 1, 1, 1), counted(13, 0, 0, 0, 0)))
+    assert silent_limit([10, 10, 40], [14, 14, 14], served, KEPT, 4) == (17, 17)
+    found = exam([[1] * 10], [answer(14, 10, 3)])
+    found.silent = (17, 17)
+    item, = coverage_findings(found)
+    assert (item.cause, item.kind) == ("length", "fault") and "reaches 17 tokens" in item.says
+
+
+def test_no_length_where_counts_are_whole_or_of_another_kind() -> None:
+    whole = Counts((counted(6, 4, 2, 1, 0), counted(5, 3, 2, 1, 1), counted(2, 2, 0, 0, 0)))
+    assert silent_limit([10, 10, 10], [14, 13, 5], whole, KEPT, 4) is None
+    other = Counts((counted(9, 4, 0, 0, 0), *whole.prompts[1:]))
+    assert silent_limit([10, 10, 10], [14, 13, 5], other, KEPT, 4) is None
+    served = Counts((counted(10, 2, 1, 0, 0), counted(9, 1, 1, 1, 1)))
+    assert silent_limit([10, 90], [14, 14], served, KEPT[:2], 4) is None  # ends far apart
