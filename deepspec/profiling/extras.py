@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class ExtrasSampler:
         }
 
 
-def read_extras(path: str | PathLike[str]) -> dict[str, Sequence[Any]]:
+def read_extras(path: str | PathLike[str]) -> dict[str, Any]:
     """``alone`` (rows) and ``prefill`` (cells) of sps.json, empty where the profile has none, and ``padded``: whether
     it is of our own decoder, whose rows all cost what the longest context in the batch does.
 
