@@ -103,15 +103,19 @@ def job_overrides(task: Sequence[str]) -> list[str]:
     """What a job's own command line repeats of the overrides Hydra gave it; first, so that given ones win, what the
     files of the sweep set for every job."""
     parsed = parse_overrides(list(task))
-    own = [text for text, item in zip(task, parsed, strict=True)
-           if item.key_or_group not in _OWN and not item.key_or_group.startswith("sweep.")]
+    own = [text for text, item in zip(task, parsed, strict=True) if _is_of_jobs(item.key_or_group)]
     return [*(text for item in parsed if item.key_or_group == "sweep" for text in _set_by_file(item)), *own]
+
+
+def _is_of_jobs(key: str) -> bool:
+    return key not in _OWN and not key.startswith("sweep.")
 
 
 def _set_by_file(choice: Override) -> Iterator[str]:
     """Options of the jobs in the files that ``+sweep=NAME`` names; Hydra's own stay with the sweep."""
     chosen: Any = choice.value()
-    for name in chosen if isinstance(chosen, list) else [chosen]:
+    names = chosen if isinstance(chosen, list) else [chosen]
+    for name in [name for name in names if name in options("sweep")]:
         content: Any = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "sweep" / f"{name}.yaml"))
         for group, values in content.items():
             if group not in ("hydra", "defaults"):
@@ -122,5 +126,14 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield f"{key}={json.dumps(value)}"
+    elif _is_of_jobs(key):
+        yield f"{key}={_as_override(value)}"
+
+
+def _as_override(value: Any) -> str:
+    """``value`` in Hydra's grammar, whose keys are not quoted."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_as_override(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_as_override, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

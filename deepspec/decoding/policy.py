@@ -21,11 +21,12 @@ _DECAY = 0.98  # per block, of counts behind observed rates
 _PRIOR = 4.0  # blocks that the starting guess counts for
 _TRUST_DECAY = 0.996  # per block, of accepted against predicted tokens: noise of fewer than some 250 blocks decides
 _TRUST_PRIOR = 64.0  # predicted tokens, all accepted, that the trust in predictions begins with
-_SMOOTHING = 0.125  # weight of a new verdict's predictions
+_SMOOTHING = 0.125  # least weight of a new verdict's predictions
 _CLOSE = 1.5  # below this ratio of throughputs a profile is not believed without a look at the clock
 _MAX_TRIAL_GAP = 4096  # rounds between two trials of the choice that is predicted to be worse
 _VERDICT_ROUNDS = 8  # settled rounds a verdict on drafting holds for; asking costs as much as several schedules
 _GROUPS = _VERDICT_ROUNDS  # of blocks, each scheduled like a round, that a verdict is made of: those since the last
+_FEW_GROUPS = 16  # the same where drafting did not pay, so that blocks are few and old
 _LAG = 2  # rounds between the confidences a capacity is made of and the round that uses it (Sec. 5.2)
 
 
@@ -99,8 +100,9 @@ class ThroughputScheduler:
         self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
         self._trials = Trials() if self.drift is None else self.drift.trials
-        # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without.
-        self._verdicts: dict[int, tuple[int, float, float]] = {}
+        # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without, and
+        # the verdicts averaged in it.
+        self._verdicts: dict[int, tuple[int, float, float, int]] = {}
 
     def survival(self, confidence_logits: Optional[ArrayLike], requests: int) -> Floats:
         """a_{r,j} [R, K]: calibrated where there is a confidence head, else observed rates for every request."""
@@ -167,16 +169,17 @@ class ThroughputScheduler:
     def _verdict(self, requests: int) -> tuple[bool, float, float]:
         """Whether drafting pays, throughput of the better choice over that of the other, seconds of a drafting round
         over those of a plain one."""
-        made, gain, ratio = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0))
+        made, gain, ratio, count = self._verdicts.get(requests, (-_VERDICT_ROUNDS, 1.0, 1.0, 0))
+        factor = 1.0 if self.drift is None else self.drift.drafting(requests)
         if self._settled - made >= _VERDICT_ROUNDS or made < min(_VERDICT_ROUNDS, self._settled):
-            known = requests in self._verdicts
-            new = self._gain(requests, _GROUPS if known else _HISTORY)
-            weight = _SMOOTHING if known else 1.0
+            # While drafting pays rounds settle one after the other, and verdicts are averaged; while it does not only
+            # trials settle, and waiting for an average would take thousands of rounds.
+            count = count + 1 if gain > factor * (1.0 + self.min_gain) else 1
+            groups = _GROUPS if count > 1 else _FEW_GROUPS if requests in self._verdicts else _HISTORY
+            new, weight = self._gain(requests, groups), max(_SMOOTHING, 1.0 / count)
             gain, ratio = gain + weight * (new[0] - gain), ratio + weight * (new[1] - ratio)
-            self._verdicts[requests] = (self._settled, gain, ratio)
-        if self.drift is not None:
-            factor = self.drift.drafting(requests)
-            gain, ratio = gain / factor, ratio * factor
+            self._verdicts[requests] = (self._settled, gain, ratio, count)
+        gain, ratio = gain / factor, ratio * factor
         pays = gain > 1.0 + self.min_gain
         return pays, gain if pays else 1.0 / max(gain, 1e-9), ratio
 

@@ -43,15 +43,15 @@ def _parquet_rows(path: Path) -> int:
 
 def source_rows(source: SourceConfig) -> Optional[RowCount]:
     """Rows of the files of ``source``; None where it reads no local files, or they are missing or unreadable."""
-    found = source_paths(source)
     try:
+        found = source_paths(source)
         if not found:
             return None
         if source.kind == "parquet":
             return RowCount(sum(map(_parquet_rows, found)), True)
         exact = sum(path.stat().st_size for path in found) <= COUNTED_BYTES
         return RowCount(sum(map(_count_lines if exact else _estimate_lines, found)), exact)
-    except (ImportError, OSError, ValueError):
+    except (ImportError, OSError, RuntimeError, ValueError):  # RuntimeError: ~ of a user who is not there
         return None
 
 
