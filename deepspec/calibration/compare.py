@@ -52,10 +52,8 @@ def _mean(values: list[Floats], draws: int) -> Floats:
     """Mean over the positions that have a value, [D]; NaN in a draw where none has."""
     if not values:
         return np.full(draws, np.nan)
-    table = np.array(values)
-    known = np.isfinite(table)
-    count = known.sum(axis=0)
-    return np.where(count > 0, np.where(known, table, 0.0).sum(axis=0) / np.maximum(count, 1), np.nan)
+    mean: Floats = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
+    return mean
 
 
 def _entry(first: Floats, second: Floats, interval: Optional[tuple[float, float]]) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class ThroughputScheduler:
         self._idle = 0  # rounds since a choice was last tried against the prediction
         self._settled = 0
         self._trials = Trials() if self.drift is None else self.drift.trials
-        # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without, and
-        # the verdicts averaged in it.
+        # By requests: settled rounds it was made of, tokens per second and seconds with drafting over those without,
+        # and the verdicts averaged in it.
         self._verdicts: dict[int, tuple[int, float, float, int]] = {}
 
     def survival(self, confidence_logits: Optional[ArrayLike], requests: int) -> Floats:

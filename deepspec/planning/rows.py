@@ -55,13 +55,19 @@ def source_rows(source: SourceConfig) -> Optional[RowCount]:
         return None
 
 
-def most_prompts(sources: list[SourceConfig]) -> Optional[RowCount]:
-    """The most prompts that ``sources`` can give together, their caps included; None where one does not say."""
-    counts = []
+def most_prompts(sources: list[SourceConfig]) -> Optional[tuple[RowCount, bool]]:
+    """The most prompts that ``sources`` can give together, their caps included, and whether caps alone decide it; None
+    where one does not say."""
+    counts, by_caps = [], True
     for source in sources:
         count = source_rows(source)
-        if count is None and source.cap is None:
+        if source.cap is not None and (count is None or source.cap <= count.rows):
+            count = RowCount(source.cap, True)
+        elif count is None:
             return None
-        capped = source.cap is not None and (count is None or source.cap <= count.rows)
-        counts.append(RowCount(source.cap or 0, True) if capped or count is None else count)
-    return RowCount(sum(count.rows for count in counts), all(count.exact for count in counts)) if counts else None
+        else:
+            by_caps = False
+        counts.append(count)
+    if not counts:
+        return None
+    return RowCount(sum(count.rows for count in counts), all(count.exact for count in counts)), by_caps

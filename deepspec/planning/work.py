@@ -9,7 +9,7 @@ from deepspec.config import paths
 from deepspec.config.schema import Config, draft_length, drafter_layers
 from deepspec.drafters.v4.options import is_v4
 from deepspec.planning.packs import PackPlan, plan_packs
-from deepspec.planning.rows import most_prompts, source_rows
+from deepspec.planning.rows import most_prompts
 from deepspec.planning.samples import SampleLength, cache_bytes_per_sample, cache_bytes_per_token, expected_length
 from deepspec.planning.sizes import ParameterCount, active_layers, drafter_head_dim, drafter_kv_heads
 from deepspec.planning.sizes_v4 import attention_flops
@@ -65,10 +65,10 @@ def expected_prompts(config: Config) -> tuple[Optional[int], str]:
         rows = count_rows(path)
         if rows:
             return rows, f"lines of {path}"
-    most, limit = most_prompts(list(config.data.sources)), config.data.max_prompts
-    if most is not None and (limit is None or most.rows < limit):
-        caps = all(source_rows(source) is None for source in config.data.sources)
-        return most.rows, "sum of data.sources[].cap" if caps else f"{most.text} rows of data.sources[].path"
+    limit, found = config.data.max_prompts, most_prompts(list(config.data.sources))
+    if found is not None and (limit is None or found[0].rows < limit):
+        most, by_caps = found
+        return most.rows, "sum of data.sources[].cap" if by_caps else f"{most.text} rows of data.sources[].path"
     if limit is not None:
         return limit, "data.max_prompts"
     return None, "unknown: neither data.max_prompts nor caps are set"

@@ -151,12 +151,11 @@ def _draft_length(files: RunFiles) -> int:
 
 def latencies(group: Group, runs: Sequence[RunFiles]) -> Optional[Latencies]:
     """Of ``group``; ``runs`` are all trainings on that machine. None where a profile lacks the cells for it."""
-    drafts = [[cell["draft_ms"] / _pace(files, runs) for cell in _cells(files, _draft_length(files) + 1)]
-              for files in group.runs]
+    drafts = [[cell["draft_ms"] for cell in _cells(files, _draft_length(files) + 1)] for files in group.runs]
     verify, alone = _target_ms(runs, _draft_length(group.runs[0]) + 1), _target_ms(runs, 1)
     if not all(drafts) or verify is None or alone is None:
         return None
-    return Latencies([median(part) for part in drafts], verify, alone)
+    return Latencies([median(part) / _pace(files, runs) for files, part in zip(group.runs, drafts)], verify, alone)
 
 
 def tokens_per_ms(lengths: Trainings, cost: Latencies) -> Trainings:

@@ -6,7 +6,7 @@ those of ``decoding/decoder.py``.
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import numpy as np
 
@@ -166,21 +166,20 @@ class Simulation:
         # Contexts grow by a token a step; prices do not change that fast.
         bucket = int(self._costs.context([row.context for row in ready])) // 16 * 16
         if self._policy.alone:
-            key = (requests, -1, bucket)
-            if key not in self._prices:
-                self._prices[key] = self._costs.alone_round(requests, bucket)
-            return self._prices[key] + added
-        key = (requests, requests + int(lengths.sum()), bucket)
-        if key not in self._prices:
-            self._prices[key] = self._costs.verify_seconds(*key)
+            return self._known((requests, -1, bucket), lambda: self._costs.alone_round(requests, bucket)) + added
+        tokens = requests + int(lengths.sum())
+        seconds = self._known((requests, tokens, bucket), lambda: self._costs.verify_seconds(requests, tokens, bucket))
         draft = 0.0
         if len(lengths):
-            key = (len(lengths), 0, bucket)
-            if key not in self._prices:
-                self._prices[key] = self._costs.draft_seconds(len(lengths), bucket)
-            draft = self._prices[key]
+            draft = self._known((len(lengths), 0, bucket), lambda: self._costs.draft_seconds(len(lengths), bucket))
             self._outcome.draft_seconds += draft
-        return self._prices[(requests, requests + int(lengths.sum()), bucket)] + draft + added
+        return seconds + draft + added
+
+    def _known(self, key: tuple[int, int, int], price: Callable[[], float]) -> float:
+        """The price of (requests, tokens, context), asked for once; no tokens: drafting, -1: plain decoding."""
+        if key not in self._prices:
+            self._prices[key] = price()
+        return self._prices[key]
 
     def _keep(self, ready: Sequence[SimulatedRequest], asked: Sequence[SimulatedRequest], lengths: Ints) -> None:
         chosen = {id(row) for row in asked}

@@ -78,12 +78,12 @@ def test_what_a_sweeps_file_sets_reaches_its_jobs_and_given_values_win() -> None
 def test_what_a_sweeps_file_sets_is_written_as_hydra_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "own.yaml").write_text(
-        "data: {sources: [{kind: jsonl, path: 'caf\u00e9, x.jsonl'}]}\nrun: {name: n, seed: 3}\n"
+        "data: {sources: [{name: own, kind: jsonl, path: 'caf\u00e9, x.jsonl'}]}\nrun: {name: n, seed: 3}\n"
         "sweep: {objective: validation}\ntrainer: {stop_at: null}\n")
     monkeypatch.setattr(sweeping, "CONF_DIR", tmp_path)
     monkeypatch.setattr(sweeping, "options", lambda group: ["own"])
     assert job_overrides(["+sweep=own"]) == [
-        'data.sources=[{kind: "jsonl", path: "caf\u00e9, x.jsonl"}]', "run.seed=3", "trainer.stop_at=null"]
+        'data.sources=[{name: "own", kind: "jsonl", path: "caf\u00e9, x.jsonl"}]', "run.seed=3", "trainer.stop_at=null"]
     assert compose_config([TINY, job_overrides(["+sweep=own"])[0]]).data.sources[0].path == "caf\u00e9, x.jsonl"
     assert job_overrides(["+sweep=null"]) == []
 
