@@ -4,6 +4,7 @@ Acceptance by domain and macro (mean over benchmarks), speed by Eq. 1 with the l
 gains of one drafter over another on the same prompts; intervals speak of other prompts and of other seeds.
 """
 
+import logging
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Mapping, Optional, Sequence
@@ -13,6 +14,7 @@ from deepspec.evaluation.repeated import Estimate, Trainings, acceptance_lengths
 from deepspec.report.inputs import RunFiles, Setting, is_number
 from deepspec.report.pairs import full_settings
 
+log = logging.getLogger(__name__)
 SEED, DRAFTER, DEPTH = "trainer.seed", "drafter", "drafter.num_layers"
 REFERENCE = "dspark"
 RESAMPLES = 2000
@@ -44,17 +46,24 @@ class Group:
 
 
 def grouped(jobs: Sequence[tuple[Mapping[str, str], RunFiles]]) -> list[Group]:
-    """Jobs (their swept options, their files) by everything that differs but the seed, in the order of the options."""
+    """Jobs (their swept options, their files) by everything that differs but the seed, in the order of the options.
+
+    A training that is there twice, under names of two commands, counts once: it says nothing about the spread of seeds.
+    """
     values: dict[str, set[str]] = {}
     for options, _ in jobs:
         for name, value in options.items():
             values.setdefault(name, set()).add(value)
     told = {name for name, different in values.items() if name != SEED and (len(different) > 1 or name == DRAFTER)}
-    found: dict[Options, list[tuple[str, RunFiles]]] = {}
+    found: dict[Options, dict[str, RunFiles]] = {}
     for options, files in jobs:
         key = tuple(sorted((name, value) for name, value in options.items() if name in told))
-        found.setdefault(key, []).append((options.get(SEED, ""), files))
-    return [Group(key, tuple(files for _, files in sorted(runs, key=lambda item: item[0])))
+        seed = options.get(SEED) or str(files.option("trainer", "seed"))
+        first = found.setdefault(key, {}).setdefault(seed, files)
+        if first is not files:
+            log.warning("%s and %s have the same options and seed of training: only the first counts", first.name,
+                        files.name)
+    return [Group(key, tuple(files for _, files in sorted(runs.items())))
             for key, runs in sorted(found.items(), key=lambda item: _order(item[0]))]
 
 

@@ -84,6 +84,17 @@ def test_a_machine_that_was_slower_for_some_jobs_changes_no_speed() -> None:
         assert one.speedup.interval == pytest.approx(other.speedup.interval)
 
 
+def test_a_training_that_is_there_twice_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = jobs()
+    options, files = found[0]
+    config = {"drafter": {"algorithm": "dspark"}, "trainer": {"seed": 0}}
+    again = replace(files, name="again", manifest={"config": config})
+    unnamed = {name: value for name, value in options.items() if name != "trainer.seed"}
+    groups = grouped([*found, (options, again), (unnamed, again)])
+    assert [len(group.runs) for group in groups] == [3, 3, 3] and len(caplog.records) == 2
+    assert "dspark-0 and again have the same options and seed" in caplog.text
+
+
 def test_without_repetition_the_interval_is_of_prompts_alone() -> None:
     (found,) = compare_groups(grouped([job for job in jobs() if job[0]["trainer.seed"] == "1"]))
     assert all(row.macro.training_error is None and row.macro.interval for row in found.rows)
